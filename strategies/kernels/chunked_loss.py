@@ -47,7 +47,7 @@ class ChunkedLoss:
         from torch.nn import functional
 
         hidden, head = self.hidden, self.head
-        self.hidden = self.head = None
+        self.hidden = None
         if hidden is None or logits is not hidden:
             raise RuntimeError("kernels=chunked_ce: the model does more to its logits than take their loss")
         if shift_labels is None:
@@ -64,6 +64,8 @@ class ChunkedLoss:
 
 def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss, *, evaluates: bool = True) -> PreTrainedModel:
     """Take the loss a chunk at a time while the model trains with labels; its output then has no logits.
+
+    A copy of the model takes its own loss, with its own output layer; so does a model whose vocabulary has grown since.
 
     Args:
         model: The model; it is changed.
@@ -105,13 +107,24 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss, *, evaluates: bool 
                 # what stands there is the hidden state, and nobody shall take it for logits
                 given = {name: value for name, value in output.items() if name != "logits"}
                 if not self.training:
-                    given["logits"] = unmade_logits(functools.partial(head_forward, head), head.weight, output.logits)
+                    used = chunked.head
+                    given["logits"] = unmade_logits(functools.partial(head_forward, used), used.weight, output.logits)
                 output = type(output)(**given)
             return output
         finally:
             chunked.on = False
+            chunked.head = None
 
-    head.forward = types.MethodType(head_or_hidden, head)  # bound, so that a copy of the layer calls its own
+    def hand_on(head: Any) -> None:
+        head.forward = types.MethodType(head_or_hidden, head)  # bound, so that a copy of the layer calls its own
+
+    def set_head(self: Any, head: Any) -> None:
+        type(self).set_output_embeddings(self, head)
+        hand_on(head)
+
+    hand_on(head)
+    # transformers puts another layer there where a vocabulary grows (resize_token_embeddings)
+    model.set_output_embeddings = types.MethodType(set_head, model)  # type: ignore[method-assign]
     # a graph that is compiled ends before it: unrolled chunks take long to compile
     model.loss_function = cast("Any", torch.compiler).disable(loss)
     # bound to the model, so that a copy whose layers are compiled (Accelerate's) calls its own layers

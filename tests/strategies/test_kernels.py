@@ -149,6 +149,31 @@ def test_logits_are_there_where_they_are_asked_for():
         assert torch.isfinite(output.loss)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_model_whose_vocabulary_has_grown_takes_its_loss(tied, trains):
+    plain, chunked = (one.train(trains) for one in pair(tie_word_embeddings=tied))
+    for one in (plain, chunked):
+        one.resize_token_embeddings(136, mean_resizing=False)
+    chunked.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        one, other = plain(**batch()), chunked(**batch())
+    torch.testing.assert_close(other.loss, one.loss, rtol=1e-5, atol=1e-6)
+    assert trains or torch.equal(other.logits.clone(), one.logits)
+
+
+def test_a_copy_of_a_model_is_evaluated_by_its_own_output_layer():
+    """As of an average of the weights, or a model that is kept as it was."""
+    plain, chunked = pair()
+    copied = copy.deepcopy(chunked).eval()
+    with torch.no_grad():
+        for one in (*plain.parameters(), *copied.parameters()):
+            one.mul_(1.5)
+        wanted, given = plain.eval()(**batch()), copied(**batch())
+    torch.testing.assert_close(given.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given.logits.clone(), wanted.logits)
+
+
 @pytest.fixture
 def heads(monkeypatch):
     """How often an output layer has made its logits."""
