@@ -259,14 +259,17 @@ def _is_computed(tensor: torch.Tensor) -> bool:
 
 def offload_activations(model: PreTrainedModel, keeper: HostActivations) -> PreTrainedModel:
     """Run every forward pass of the model with its saved tensors on the host."""
-    forward = model.forward
+    own: Any = model.forward
+    forward = getattr(own, "__func__", None)
 
-    @functools.wraps(forward)
-    def with_host_activations(*args: Any, **kwargs: Any) -> Any:
-        with keeper.hooks(model):
-            return forward(*args, **kwargs)
+    @functools.wraps(forward or own)
+    def with_host_activations(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with keeper.hooks(self):
+            return forward(self, *args, **kwargs) if forward else own(*args, **kwargs)
 
-    model.forward = with_host_activations
+    # bound to the model, so that a copy runs its own layers
+    by_itself = functools.update_wrapper(functools.partial(with_host_activations, model), own)
+    model.forward = types.MethodType(with_host_activations, model) if forward else by_itself
     return model
 
 
