@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
-    """Cast images and sounds to the dtype of the weights: processors make float32, and not every model casts it."""
+    """Cast images and sounds to the dtype of the weights: processors make float32, and not every model casts it.
+
+    Generation gives them to the model's encoder alone (Whisper), without the model's forward pass.
+    """
     import torch
 
     name = model.main_input_name
@@ -21,5 +24,7 @@ def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
             given = {**given, name: own.to(torch.bfloat16)}
         return args, given
 
-    model.register_forward_pre_hook(cast, with_kwargs=True)
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    for module in {model, encoder}:
+        module.register_forward_pre_hook(cast, with_kwargs=True)
     return model

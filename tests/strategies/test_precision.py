@@ -187,6 +187,24 @@ def test_frozen_float16_weights_stay_as_the_script_loads_them_with_its_own_autoc
     assert seen_by({"fp16": True}, "bf16_weights")[2].mixed_precision == "bf16", "what stands for it is traced so"
 
 
+@pytest.mark.parametrize("generates", [False, True])
+def test_sounds_in_float32_are_heard_by_weights_in_bfloat16(generates):
+    """Generation gives them to the encoder itself, past the model's forward pass."""
+    width = {"d_model": 32, "num_mel_bins": 8, "vocab_size": 64, "max_source_positions": 20, "max_target_positions": 16}
+    sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    config = transformers.WhisperConfig(**width, **sides, **tokens, suppress_tokens=None, begin_suppress_tokens=None)
+    model = transformers.WhisperForConditionalGeneration(config).to(torch.bfloat16)
+    facts = dataclasses.replace(FACTS, model=dataclasses.replace(FACTS.model, main_input="input_features"))
+    for wrap in recipe_of(PLAIN.replaced(precision="bf16_weights"), facts).model_wraps:
+        model = wrap(model)
+    sounds = torch.randn(2, 8, 40)
+    if generates:
+        assert len(model.generate(input_features=sounds, max_new_tokens=3)) == 2
+    else:
+        assert torch.isfinite(model(input_features=sounds, labels=torch.ones(2, 4, dtype=torch.long)).loss)
+
+
 @pytest.mark.slow
 def test_a_ctc_loss_is_not_broken_by_a_flag_of_tf32():
     """Which ``tf32: false`` does: PyTorch's two flags of cuDNN differ from then on, and its loss asks for both."""
