@@ -11,6 +11,8 @@ from autofit.training.scripts.asked import OPTIMIZER
 from autofit.training.scripts.loading import drops_last, ignores_workers, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
+from autofit.training.scripts.plain_loop.loader import blends_rows, counts_calls
+from autofit.training.scripts.plain_loop.reasons import BLENDS
 from autofit.training.scripts.plain_loop.trainer_loss import ROWS, loss_of_rows, told
 from autofit.training.scripts.rows import of_one_batch, sample_of, why_ungrouped
 from autofit.training.scripts.traits import (
@@ -37,7 +39,8 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     batch = longest_batch(trained, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
     own_rows = int(made.arguments["per_device_train_batch_size"])
-    loading = loading_of(loader, own_rows, fixed=ignores_workers(trainer, loader))
+    counts = None if generates else counts_calls(loader)
+    loading = loading_of(loader, own_rows, fixed=ignores_workers(trainer, loader) or counts)
     evaluated = int(made.arguments["per_device_eval_batch_size"])
     rate = dict(loading["rows_per_second"]).get(0)
     undivided = False if generates else script_leaves_undivided(trainer, batch)  # its loss is divided
@@ -64,8 +67,10 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "averages": rollouts.averages(trainer) if generates else averages(trainer, batch),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
         "own_split": own_split(trainer, loader, since.keys() - OPTIMIZER, untold=undivided is None)
-        or (rollouts.own_split(trainer) if generates else None),
+        or (rollouts.own_split(trainer) if generates else counts),
     }
+    if not generates and blends_rows(loader, rows.longest):
+        found["script"]["depends_on_rows"] = found["script"]["depends_on_rows"] or BLENDS
     if not (generates or found["script"]["own_split"] or found["script"]["depends_on_rows"]):
         several = longest_batch(trained, rows, ROWS) if rows.longest else batch
         told(found["script"], *loss_of_rows(trainer, several))

@@ -14,6 +14,7 @@ from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import THREAD, TURNS, note_iterators, own_number
 from autofit.training.scripts.plain_loop.gradients import Marked, groups_of, hooked, note_steps
+from autofit.training.scripts.plain_loop.loader import blends_rows, counts_calls
 from autofit.training.scripts.plain_loop.losses import SUMS, Judged, sums_rows, takes_rows_together
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.some_rows import SomeRows
@@ -356,7 +357,7 @@ class _Described:
                 "give both to it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         loader = self.loaders[self.number]
-        fixed = reasons.LOADER if loader.batch_size is None else None
+        fixed, counts = reasons.LOADER if loader.batch_size is None else None, counts_calls(loader)
         rows = sample_of(loader.dataset, loader.collate_fn)
         tuned = self._tuned()
         beside = [one for number, one in enumerate(self.models) if number != tuned]
@@ -378,11 +379,13 @@ class _Described:
             "model": tuned,
             "own_optimizer": True,
             "by_turns": self._by_turns(),
-            "own_split": fixed or own_split,
+            "own_split": fixed or own_split or counts,
             "loader": self.number,
-            "loading": loading_of(loader, int(sized or first[0]), fixed=fixed),
+            "loading": loading_of(loader, int(sized or first[0]), fixed=fixed or counts),
             "batch": shapes(longest_batch(loader, rows, loader.batch_size))
             if loader.batch_size and rows.longest
             else batch,
         }
+        if fixed is None and blends_rows(loader, rows.longest):
+            found["script"]["depends_on_rows"] = found["script"]["depends_on_rows"] or reasons.BLENDS
         return found

@@ -30,3 +30,4 @@ SUMS_OF_TRAINER = (
     "its loss is a sum over the rows of a micro-batch, and its Trainer divides it by the number of micro-batches "
     "alone: its gradients would grow with the micro-batch"
 )
+BLENDS = "its collator takes the rows of a micro-batch together: what it makes of a row depends on the others"

@@ -131,12 +131,12 @@ class SomeRows:
         chosen, began = _pairs(rows), time.monotonic()
         with contextlib.suppress(_NotRows):
             runs = self._runs(rows, sum(2 * len(one) for one in COMBINED))
-            states = random.getstate(), _numpy_state(), torch.get_rng_state()
+            states = random.getstate(), numpy_state(), torch.get_rng_state()
             for number, combined in enumerate(COMBINED):
                 places = [place for one in combined for place in chosen[one]]
                 some = _rows_of(batch, rows, places)
                 random.setstate(states[0])
-                _set_numpy_state(states[1])
+                set_numpy_state(states[1])
                 torch.set_rng_state(states[2])
                 self._written.append({})
                 weights = {one.data_ptr() for one in self._weights()}
@@ -292,13 +292,15 @@ def _given_for(output: Any, rows: int, places: Sequence[int]) -> Any:
     return tree_map(part, output)
 
 
-def _numpy_state() -> Any:
+def numpy_state() -> Any:
+    """The state of NumPy's own random numbers."""
     import numpy as np
 
     return np.random.get_state()  # noqa: NPY002 - a script's own numbers may be those
 
 
-def _set_numpy_state(state: Any) -> None:
+def set_numpy_state(state: Any) -> None:
+    """Put one of :func:`numpy_state` back."""
     import numpy as np
 
     np.random.set_state(state)  # noqa: NPY002
