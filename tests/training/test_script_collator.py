@@ -20,6 +20,8 @@ from transformers import (
 )
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from autofit.training.jobs import DescribeScriptJob
+from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.loader import blends_rows, counts_calls
 
 LENGTHS = (12, 12, 9, 9, 7, 4, 3, 3)
@@ -216,3 +218,62 @@ def test_one_that_goes_by_its_calls_is_told():
         assert counts_calls(DataLoader(images(), collate_fn=collate)).startswith(told)
     for collate in (Logs(), stacked, None, ByItself(), mixed_up):
         assert counts_calls(DataLoader(images(), collate_fn=collate)) is None
+
+
+TRAINS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments
+
+class Net(nn.Linear):
+    def forward(self, rows, labels=None):
+        found = super().forward(rows)
+        return {"loss": found.square().mean()}
+
+calls = 0
+
+def collate(rows):
+    global calls
+    calls += 1
+    rows = torch.stack([row["rows"] for row in rows])
+    COLLATES
+
+data = [{"rows": torch.randn(4)} for _ in range(64)]
+model = Net(4, 1)
+"""
+TRAINER = """
+arguments = TrainingArguments("out", use_cpu=True, report_to="none", per_device_train_batch_size=4, max_steps=9)
+Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate).train()
+"""
+LOOP = """
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+loader = DataLoader(data, batch_size=4, collate_fn=collate)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", [TRAINER, LOOP], ids=["trainer", "loop"])
+@pytest.mark.parametrize(
+    ("collates", "blended", "counted"),
+    [
+        ("return {'rows': rows}", False, False),
+        ("return {'rows': rows + rows.flip(0)}", True, False),
+        ("return {'rows': rows * calls}", False, True),
+    ],
+)
+def test_what_a_scripts_collator_does_holds_its_split(trains, collates, blended, counted, server, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAINS.replace("COLLATES", collates) + trains)
+    with server.ask(tmp_path, DescribeScriptJob(path=str(path), arguments=(), call=1)) as answer:
+        script = answer["script"]
+        told = [script["depends_on_rows"], script["own_split"], script["loading"]["fixed"]]
+    assert told[0] == (reasons.BLENDS if blended else None)
+    assert [bool(one and one.startswith("its collator (collate)")) for one in told[1:]] == [counted] * 2
