@@ -67,9 +67,9 @@ def _reserved(run: Run) -> int:
     begin, _ = tape.bounds(tape.segments.index("0:pre"))
     cache = _Cache([int(size) for size in sizes])
     cache.allocate_and_free(range(len(sizes) - len(probes), len(sizes)))
-    cache.follow(tape.events[:begin])
+    cache.happen(tape.events[:begin])
     cache.empty()
-    cache.follow(tape.events[begin:])
+    cache.happen(tape.events[begin:])
     return cache.peak_reserved * UNIT
 
 
@@ -84,13 +84,9 @@ class _Cache(Segments):
         """All of them, then none."""
         self.follow([*blocks, *(~block for block in blocks)])
 
-    def follow(self, events: Iterable[int]) -> None:
-        """``k`` allocates block ``k``, ``~k`` frees it."""
-        for event in events:
-            if event < 0:
-                self.free(~int(event))
-            else:
-                self.allocate(int(event))
+    def happen(self, events: Iterable[int]) -> None:
+        """``k`` allocates block ``k``, ``~k`` frees it; nothing is done for one of no bytes."""
+        self.follow([event for event in map(int, events) if self.needs[event if event >= 0 else ~event]])
 
     def empty(self) -> None:
         """``torch.cuda.empty_cache``, and the peak that ``log_memory`` resets."""

@@ -19,11 +19,11 @@ OTHER_LOSS = '''class Trainer(Trainer):
 
 
 '''
-SUMMED_LOSS = '''class Trainer(Trainer):
-    """Its loss is a sum over the rows of a micro-batch."""
+LOSS_BY_ROWS = '''class Trainer(Trainer):
+    """Its loss grows by the square of the rows of a micro-batch."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"])
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"]) ** 2
 
 
 '''
@@ -86,7 +86,14 @@ def test_a_loss_that_nobody_divides_is_kept_as_large(looked):
 
 
 @pytest.mark.slow
+def test_a_sum_over_rows_that_nobody_divides_is_the_same_however_it_is_split(looked):
+    found = looked(CLASSIFY.replace(HEAD, LOSS_BY_ROWS.replace("** 2", "") + HEAD), micro_batch=2)
+    assert found.verdict == "alone"
+    assert found.split is None
+
+
+@pytest.mark.slow
 def test_a_training_that_hangs_on_the_split_is_told(looked):
-    found = looked(CLASSIFY.replace(HEAD, SUMMED_LOSS + HEAD), micro_batch=2)
+    found = looked(CLASSIFY.replace(HEAD, LOSS_BY_ROWS + HEAD), micro_batch=2)
     assert found.verdict == "alone"
     assert "its micro-batch of 2 rows is another training than the script's of 4" in found.split
