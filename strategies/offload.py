@@ -21,9 +21,11 @@ from __future__ import annotations
 import functools
 import math
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.forward import run_forward_in
 from autofit.contract.layout import engine_of, layout_of
 from autofit.contract.placement import KeptOnHost, current
 from autofit.contract.technique import Choice, Held, HostOffload, Kind, Part, Prior, Technique
@@ -259,17 +261,12 @@ def _is_computed(tensor: torch.Tensor) -> bool:
 
 def offload_activations(model: PreTrainedModel, keeper: HostActivations) -> PreTrainedModel:
     """Run every forward pass of the model with its saved tensors on the host."""
-    own: Any = model.forward
-    forward = getattr(own, "__func__", None)
 
-    @functools.wraps(forward or own)
-    def with_host_activations(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_host_activations(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with keeper.hooks(self):
-            return forward(self, *args, **kwargs) if forward else own(*args, **kwargs)
+            return forward(self, *args, **kwargs)
 
-    # bound to the model, so that a copy runs its own layers
-    by_itself = functools.update_wrapper(functools.partial(with_host_activations, model), own)
-    model.forward = types.MethodType(with_host_activations, model) if forward else by_itself
+    run_forward_in(model, with_host_activations)
     return model
 
 

@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -24,6 +26,22 @@ def die_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def print_into(folder: Path) -> None:
+    """Have what this process prints go to ``stdout.log`` and ``stderr.log`` in a folder, behind what is there."""
+    for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
+        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(handle, stream)
+        os.close(handle)
+
+
+def end_fork(code: int) -> NoReturn:
+    """End a forked process at once, with nothing of what its parent would do at its end, but for what it printed."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def bound_to_this(command: Sequence[str], number: signal.Signals) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from typing import NoReturn
 import psutil
 
 from autofit.system.forking.imports import device_is_spoilt
-from autofit.system.processes import die_with_parent
+from autofit.system.processes import die_with_parent, end_fork, print_into
 
 RANK = "AUTOFIT_RANK"
 """Set in the process of a rank, to its number."""
@@ -265,10 +265,7 @@ def _become(folder: Path, rank: int, share: Share, *, parent: int, work: Callabl
     code = 1
     try:
         die_with_parent(parent, signal.SIGKILL)
-        for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
-            handle = os.open(rank_folder(folder, rank) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(handle, stream)
-            os.close(handle)
+        print_into(rank_folder(folder, rank))
         os.environ.update({RANK: str(rank), **rank_environment(rank, share)})
         if device_is_spoilt():
             os.execv(sys.executable, [sys.executable, "-m", "autofit.worker", str(folder)])  # noqa: S606 - a list
@@ -279,10 +276,7 @@ def _become(folder: Path, rank: int, share: Share, *, parent: int, work: Callabl
 
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)  # without a word to the process group: others may have ended
+        end_fork(code)  # without a word to the process group: others may have ended
 
 
 def _wait(pids: Mapping[int, int]) -> None:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
+
+from autofit.contract.forward import run_forward_in
 
 
 def joining(model: Any, counted: dict[str, int]) -> Any:
     """The model, which joins the rows of a padded batch when it trains, and counts how many batches it did so."""
-    own = model.forward
-    forward = getattr(own, "__func__", None)
 
-    @functools.wraps(forward or own)
-    def with_joined_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_joined_rows(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.training:
             found = None if args else joined(kwargs)
             counted["padded" if found is None else "joined"] += 1
             kwargs = found or kwargs
-        return forward(self, *args, **kwargs) if forward else own(*args, **kwargs)
+        return forward(self, *args, **kwargs)
 
-    # bound to the model, so that a copy runs its own layers
-    by_itself = functools.update_wrapper(functools.partial(with_joined_rows, model), own)
-    model.forward = types.MethodType(with_joined_rows, model) if forward else by_itself
+    run_forward_in(model, with_joined_rows)
     return model
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
+
+from autofit.contract.forward import run_forward_in
 
 from .unmade_logits import unmade_logits
 
@@ -76,8 +79,6 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss, *, evaluates: bool 
     import torch
 
     head: Any = cast("Any", model).get_output_embeddings()
-    own: Any = model.forward
-    forward = getattr(own, "__func__", None)
     head_forward, whole_loss = type(head).forward, model.loss_function
 
     def head_or_hidden(self: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -95,14 +96,13 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss, *, evaluates: bool 
         result: torch.Tensor = whole_loss(logits, labels, vocab_size, **others)
         return result
 
-    @functools.wraps(forward or own)
-    def with_chunked_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_chunked_loss(self: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         keep = kwargs.get("logits_to_keep", 0)
         whole = kwargs.get("labels") is not None and isinstance(keep, int) and keep == 0
         unasked = evaluates and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         chunked.on = whole and (self.training or unasked)
         try:
-            output = forward(self, *args, **kwargs) if forward else own(*args, **kwargs)
+            output = forward(self, *args, **kwargs)
             if chunked.on and hasattr(output, "logits"):
                 # what stands there is the hidden state, and nobody shall take it for logits
                 given = {name: value for name, value in output.items() if name != "logits"}
@@ -127,9 +127,7 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss, *, evaluates: bool 
     model.set_output_embeddings = types.MethodType(set_head, model)  # type: ignore[method-assign]
     # a graph that is compiled ends before it: unrolled chunks take long to compile
     model.loss_function = cast("Any", torch.compiler).disable(loss)
-    # bound to the model, so that a copy whose layers are compiled (Accelerate's) calls its own layers
-    by_itself = functools.update_wrapper(functools.partial(with_chunked_loss, model), own)
-    model.forward = types.MethodType(with_chunked_loss, model) if forward else by_itself
+    run_forward_in(model, with_chunked_loss)
     return model
 
 

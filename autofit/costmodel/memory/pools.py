@@ -100,7 +100,7 @@ class Pools(ABC):
         Args:
             events: As for :func:`autofit.costmodel.memory.allocator.replay`, of blocks that have bytes.
         """
-        # a hundred thousand events a replay: what _take and _put do is written out, with what is read in local names
+        # a hundred thousand events a replay: what _take and _join do is written out (a tenth), read from local names
         needs, pool_of, spare_of, keeps, chooses = self.needs, self.pool_of, self.spare, self.keeps, self.chooses
         sizes, starts, live = self.size_at, self.start_before, self.live
         allocated, peak, failed = self.allocated, self.peak_allocated, None

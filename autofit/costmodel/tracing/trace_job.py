@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import tempfile
 import traceback
 import warnings
@@ -31,6 +30,7 @@ from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced
 from autofit.machine.meters import status
 from autofit.registry import recipe_of, technique
 from autofit.system.job import error_words
+from autofit.system.processes import end_fork
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -142,10 +142,7 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
         report.write_text(json.dumps(failed), "utf-8")
         code = 0
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        end_fork(code)
 
 
 def _trace(job: TraceRequests, request: TraceRequest, known: Known, folder: Path) -> None:

@@ -34,7 +34,7 @@ from autofit.system.forking.imports import (
     own_threads,
 )
 from autofit.system.other_kernels import packages_of
-from autofit.system.processes import die_with_parent
+from autofit.system.processes import die_with_parent, end_fork, print_into
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
@@ -286,10 +286,7 @@ def _begin(folder: Path, parent: int) -> None:
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
-        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(handle, stream)
-        os.close(handle)
+    print_into(folder)
     os.environ[LEDGER] = str(_ledger(folder))
 
 
@@ -307,10 +304,7 @@ def _job(folder: Path, server: int, device: str, work: Callable[[Path], None] | 
 
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        end_fork(code)
 
 
 if __name__ == "__main__":

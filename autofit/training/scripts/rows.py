@@ -270,3 +270,9 @@ def _ends(dataset: Any) -> bool:
     except Exception:  # noqa: BLE001 - a data set's own code can raise anything; going through it raises the same
         return False
     return False
+
+
+def rows_in(batch: Any) -> int:
+    """Rows of a micro-batch; 0 of what is no mapping of tensors."""
+    tensors = batch.values() if isinstance(batch, Mapping) else ()
+    return next((len(one) for one in tensors if getattr(one, "ndim", 0)), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
@@ -12,7 +12,7 @@ from autofit.system.errors import InputError
 from autofit.training.loops import between_steps
 from autofit.training.rollouts import makes_rows
 from autofit.training.scripts.leave import Enough, generated_rows, refusing_to_generate
-from autofit.training.scripts.rows import of_one_batch, sample_of
+from autofit.training.scripts.rows import of_one_batch, rows_in, sample_of
 from autofit.training.scripts.traits import longest_batch
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def keep_scale(trainer: Any, accumulation: int, *, countable: bool = False) -> N
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal times, countable
         batches, items = get_batch_samples(*args, **kwargs)
-        rows = sum(map(_rows, batches))
-        countable |= any(_rows(one) == trainer.args.per_device_train_batch_size for one in batches)
+        rows = sum(map(rows_in, batches))
+        countable |= any(rows_in(one) == trainer.args.per_device_train_batch_size for one in batches)
         if countable and batches:
             times = math.ceil(rows * accumulation / whole) / len(batches)
         return batches, items
@@ -141,12 +141,6 @@ def keep_scale(trainer: Any, accumulation: int, *, countable: bool = False) -> N
         return (found[0] * times, *found[1:]) if isinstance(found, tuple) else found * times
 
     trainer.compute_loss, trainer.get_batch_samples = scaled, counted
-
-
-def _rows(batch: Any) -> int:
-    """Rows of a micro-batch; 0 of what is no mapping of tensors."""
-    tensors = batch.values() if isinstance(batch, Mapping) else ()
-    return next((len(one) for one in tensors if getattr(one, "ndim", 0)), 0)
 
 
 def wrap_optimizer(trainer: Any, recipe: Recipe) -> None:

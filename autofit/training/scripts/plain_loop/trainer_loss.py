@@ -13,6 +13,7 @@ from autofit.training.scripts.leave import generated_rows, refusing_to_generate
 from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, takes_rows_together
 from autofit.training.scripts.plain_loop.some_rows import SomeRows
+from autofit.training.scripts.rows import rows_in
 from autofit.training.tasks.loss_scale import FEW_LAYERS, cut, of_a_library
 
 ROWS = 6
@@ -39,7 +40,7 @@ def loss_of_rows(trainer: Any, batch: Any) -> tuple[Judged | None, str | None]:
     """
     import torch
 
-    model, rows = trainer.model, _rows(batch)
+    model, rows = trainer.model, rows_in(batch)
     inner = trainer.accelerator.unwrap_model(model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     libraries = all(map(of_a_library, (trainer.compute_loss, type(inner).forward)))
@@ -60,7 +61,7 @@ def loss_of_rows(trainer: Any, batch: Any) -> tuple[Judged | None, str | None]:
         try:
             for part in some.batches(batch, rows):
                 inputs = trainer._prepare_inputs(part)  # noqa: SLF001 - as its step does
-                asked = _rows(inputs)
+                asked = rows_in(inputs)
                 loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
                 together |= takes_rows_together(loss, asked)
                 some.note(loss, autocast=half)
@@ -82,12 +83,6 @@ def told(script: dict[str, Any], judged: Judged | None, own_split: str | None) -
         script["undivided"] = False
     elif judged == Judged.TOGETHER:
         script["depends_on_rows"] = script["depends_on_rows"] or reasons.TOGETHER
-
-
-def _rows(batch: Any) -> int:
-    """Rows of a micro-batch; 0 of what is no mapping of tensors."""
-    tensors = batch.values() if isinstance(batch, Mapping) else ()
-    return next((len(one) for one in tensors if getattr(one, "ndim", 0)), 0)
 
 
 @contextlib.contextmanager
