@@ -38,41 +38,43 @@ Not covered: a float32 master copy beside bfloat16 weights; a trace of ``fp8``; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
 from autofit.contract.layout import context_ranks, engine_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
+from .arithmetic import (
+    AUTOCAST,
+    COMPUTES,
+    WEIGHTS,
+    autocast,
+    beside_quantized,
+    computes,
+    has_own_adapter,
+    in_a_loop,
+    loaded_as,
+    own_autocast,
+    tf32_argument,
+    trains_an_adapter,
+)
+from .elsewhere import otherwise, told
 from .float8 import float8_choice, multiply_in_float8
 from .held_by_autocast import held_by_autocast
 from .main_input import cast_main_input
+from .observed import compute_dtype, main_weight, trained_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import nn
 
     from autofit.contract.facts import Facts
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
-_AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-_COMPUTES = {
-    "fp32": "float32",
-    "tf32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "bf16_weights": "bfloat16",
-    "fp16_weights": "float16",
-    "fp8": "bfloat16",  # what a float8 product gives
-}
 _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp16_weights": 10, "fp8": 2}
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
-_WEIGHTS = {"bf16_weights": "bfloat16", "fp16_weights": "float16"}
-"""In how the weights are kept; else in float32."""
 _LARGE_STEP = 1e13
 """Weights times tokens of an optimizer step, of which a device takes longer in float32 than a host in any precision: no
 fewer than 40 TFLOP, a tenth of a second of an H100 in TF32. In smaller ones the fewer operators without autocast count.
@@ -91,22 +93,6 @@ _REFUSED = {
     ("fsdp", "fp16_weights"): "float16 weights were not tried under FSDP",
 }
 """Why an engine can't go with a value."""
-_PURE: dict[str, dict[str, Any]] = {
-    "sft": {"model_init_kwargs": {"dtype": "bfloat16"}},
-    "axolotl": {"bfloat16": True},
-    "llamafactory": {"pure_bf16": True},
-}
-"""How other projects are told of bfloat16 weights."""
-_UNDER_AUTOCAST: dict[str, dict[str, Any]] = {"sft": _PURE["sft"], "axolotl": {}, "llamafactory": {}}
-"""The same under autocast, of which an argument tells; Axolotl then loads them so, and LLaMA-Factory as they are."""
-_NOT_PURE = {
-    "axolotl": "Axolotl computes under bfloat16 autocast besides; without an adapter or FlashAttention it keeps "
-    "embeddings, norms and the output layer in float32, unless FSDP splits them",
-    "llamafactory": "LLaMA-Factory loads weights in the dtype that their files say, so these have to say bfloat16",
-}
-_REFUSED_ON_A_CPU = {"llamafactory": "LLaMA-Factory refuses bfloat16 weights (pure_bf16) on a CPU"}
-"""What they do otherwise. Axolotl 0.19: ``TrainerBuilderBase._configure_precision_settings``,
-``ModelLoader._configure_embedding_dtypes``; LLaMA-Factory 0.9.5: ``load_model``, ``get_train_args``."""
 
 
 class Precision(Technique):
@@ -128,7 +114,7 @@ class Precision(Technique):
             here = needs in hardware.precisions
             if value == "bf16_weights" and facts.model.plain_module:
                 return Choice(value, kind, "withheld", "the script makes its module itself, in the dtype that it says")
-            if value == "bf16_weights" and (own := _beside_quantized(facts)) not in {None, "bfloat16"}:
+            if value == "bf16_weights" and (own := beside_quantized(facts)) not in {None, "bfloat16"}:
                 return Choice(value, kind, "withheld", f"beside quantized weights the script has others in {own}")
             searched: Status = "on_request" if value == "fp16" and has_bf16 else "offered"
             at_best = Kind.NUMERIC if value == "bf16_weights" else None
@@ -166,13 +152,13 @@ class Precision(Technique):
         )  # fmt: skip
 
     def kind(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Kind:
-        frozen = value == "bf16_weights" and _trains_an_adapter(plan, facts)
+        frozen = value == "bf16_weights" and trains_an_adapter(plan, facts)
         return Kind.NUMERIC if frozen else super().kind(value, plan, facts)
 
     def outdone_by(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Value | None:
-        work, weights, casts = facts.workload, facts.model.parameters, value in _AUTOCAST
+        work, weights, casts = facts.workload, facts.model.parameters, value in AUTOCAST
         large = weights * work.seq_len * work.global_batch / work.processes >= _LARGE_STEP
-        if _trains_an_adapter(plan, facts):
+        if trains_an_adapter(plan, facts):
             return "bf16_weights" if value != "bf16_weights" and (casts or large) else None
         if not large or value not in {"fp32", "tf32"}:
             return None
@@ -187,20 +173,20 @@ class Precision(Technique):
         return refused or self.not_tried_split(value, others, _SPLIT, _SPLIT)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
-        recipe.mixed_precision = _autocast(value, recipe.plan, recipe.facts)
-        recipe.tf32 = _tf32(value, recipe.facts) is True
+        recipe.mixed_precision = autocast(value, recipe.plan, recipe.facts)
+        recipe.tf32 = tf32_argument(value, recipe.facts) is True
         recipe.product_bits = _MANTISSA[str(value)]
-        if value in _WEIGHTS:
-            recipe.weights_dtype = _WEIGHTS[str(value)]
+        if value in WEIGHTS:
+            recipe.weights_dtype = WEIGHTS[str(value)]
         if value == "bf16_weights" and recipe.facts.model.main_input != "input_ids":
             recipe.model_wraps.append(cast_main_input)
         if value == "fp8":
             recipe.model_wraps.append(multiply_in_float8)
 
     def held(self, facts: Facts) -> Held | None:
-        loaded = _loaded_as(facts)
+        loaded = loaded_as(facts)
         held = (
-            Held(one, f"the script loads its model in {loaded}") for one, dtype in _WEIGHTS.items() if dtype == loaded
+            Held(one, f"the script loads its model in {loaded}") for one, dtype in WEIGHTS.items() if dtype == loaded
         )
         return next(held, None) or held_by_autocast(facts)
 
@@ -211,17 +197,17 @@ class Precision(Technique):
         return super().own(facts) if self.held(facts) or not said else said[0]
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        mixed = _autocast(value, plan, facts)
+        mixed = autocast(value, plan, facts)
         lines = {
             "bf16_weights": ("load the model with bfloat16 weights: model = setup.model(...)",),
             "fp8": ("multiply linear layers in float8: model = setup.model(...)",),
         }
         return Emission(
             accelerate={"mixed_precision": mixed},
-            training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": _tf32(value, facts)},
+            training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": tf32_argument(value, facts)},
             script=lines.get(str(value), ()),
-            elsewhere=(_UNDER_AUTOCAST if mixed == "bf16" else _PURE) if value == "bf16_weights" else {},
-            otherwise=_otherwise(value, plan, facts),
+            elsewhere=told(value, mixed),
+            otherwise=otherwise(value, plan, facts),
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
@@ -229,15 +215,15 @@ class Precision(Technique):
             if value == "fp8":
                 return None
             return {"tf32": "fp32", "fp16": "bf16", "fp16_weights": "bf16_weights"}.get(str(value), value)
-        return "bf16_weights" if value in _WEIGHTS else "fp32"
+        return "bf16_weights" if value in WEIGHTS else "fp32"
 
     def observe(self, ran: Ran) -> Seen:
         import torch
 
         return {
-            "compute_dtype": _compute_dtype(*ran.output),
-            "weights_dtype": dtype_name(_main_weight(ran.model)),
-            "trained_dtype": _trained_dtype(ran.model),
+            "compute_dtype": compute_dtype(*ran.output),
+            "weights_dtype": dtype_name(main_weight(ran.model)),
+            "trained_dtype": trained_dtype(ran.model),
             "float8_linears": sum(type(module).__name__ == "Float8Linear" for module in ran.model.modules()),
             "loss_scaled": getattr(ran.accelerator, "scaler", None) is not None,
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32" if ran.on_cuda else None,
@@ -245,11 +231,11 @@ class Precision(Technique):
         }
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
-        wanted = _computes(value, facts)
+        wanted = computes(value, facts)
         computed, tf32, float8 = seen.get("compute_dtype"), seen.get("tf32"), seen.get("float8_linears", 0)
         if computed is None and facts.model.plain_module and value == "fp32":
             computed = wanted  # it multiplies outside of any layer; that is what it does by itself
-        if _beside_quantized(facts):  # whose products compute in what it has asked for
+        if beside_quantized(facts):  # whose products compute in what it has asked for
             computed = wanted
         if computed not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
             return f"a linear layer computed in {computed}, not {wanted}"
@@ -262,21 +248,21 @@ class Precision(Technique):
             return on if tf32 else "TF32 is off"
         if (float8 > 0) != (value == "fp8"):
             return f"{float8} linear layers multiply in float8"
-        if "fp16" in {value, _own_autocast(value, facts)} and seen.get("loss_scaled") is False:
+        if "fp16" in {value, own_autocast(value, facts)} and seen.get("loss_scaled") is False:
             return "the loss is not scaled"
         return None
 
     def _other_weights(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         """How the weights are not as the value has them, in words."""
-        wanted = _COMPUTES[str(value)]
-        found, kept = seen.get("weights_dtype"), _WEIGHTS.get(str(value), "float32")
+        wanted = COMPUTES[str(value)]
+        found, kept = seen.get("weights_dtype"), WEIGHTS.get(str(value), "float32")
         if seen.get("engine") == "DEEPSPEED":  # keeps the float32 copy itself, and computes with 16-bit weights
             kept = wanted
         trained = seen.get("trained_dtype")
         if found == kept:
-            lossy = value == "bf16_weights" and _own_adapter(facts) and trained not in {None, "float32"}
+            lossy = value == "bf16_weights" and has_own_adapter(facts) and trained not in {None, "float32"}
             return f"the script's adapter is {trained} under it, too, which loses small updates" if lossy else None
-        if found != wanted or not _in_a_loop(facts):  # which may cast them itself, as diffusers' scripts do
+        if found != wanted or not in_a_loop(facts):  # which may cast them itself, as diffusers' scripts do
             return f"the weights are {found}, not {kept}"
         if trained == "float32" or value == self.own(facts):
             return None
@@ -286,12 +272,12 @@ class Precision(Technique):
     def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         script = facts.workload.script
         asked = value == "bf16_weights" and script is not None and script.own.get("bf16")
-        lost = " The script's own autocast is off." if asked and _autocast(value, plan, facts) == "no" else ""
-        cast = " but where the script casts them itself" if _in_a_loop(facts) else ""
-        under = ", under bfloat16 autocast" * (_autocast(value, plan, facts) == "bf16")
+        lost = " The script's own autocast is off." if asked and autocast(value, plan, facts) == "no" else ""
+        cast = " but where the script casts them itself" if in_a_loop(facts) else ""
+        under = ", under bfloat16 autocast" * (autocast(value, plan, facts) == "bf16")
         lossy = (
             f"Frozen weights are bfloat16{under}; the adapter's stay float32."
-            if _trains_an_adapter(plan, facts)
+            if trains_an_adapter(plan, facts)
             else "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates smaller than the "
             "last place of a weight are lost. An adapter's weights stay float32, and lose none."
         )
@@ -322,136 +308,8 @@ class Precision(Technique):
         }[str(value)]
 
 
-def _trains_an_adapter(plan: Mapping[str, Value], facts: Facts) -> bool:
-    """Whether all that is trained is an adapter, which PEFT keeps in float32, and no head whole."""
-    script = facts.workload.script
-    if script is not None:
-        return script.trains_adapter
-    return plan.get("adapter", "none") != "none" and not facts.model.new_modules
-
-
-def _own_adapter(facts: Facts) -> bool:
-    """Whether a script trains an adapter alone, over weights that it loads in float32."""
-    script = facts.workload.script
-    return script is not None and script.trains_adapter and _loaded_as(facts) == "float32"
-
-
 def _as_loaded(facts: Facts) -> tuple[Choice, ...]:
     """Float16 weights, where a script loads them: nothing else asks for them."""
-    if _loaded_as(facts) != "float16":
+    if loaded_as(facts) != "float16":
         return ()
     return (Choice("fp16_weights", Kind.METHOD, "offered", "the script loads them, and trains an adapter in float32"),)
-
-
-def _loaded_as(facts: Facts) -> str:
-    """The dtype that a script loads its model in; float32 where there is none."""
-    script = facts.workload.script
-    return "float32" if script is None else script.weights_dtype
-
-
-def _computes(value: Value, facts: Facts) -> str:
-    """The dtype of products under the value."""
-    over = _own_autocast(value, facts)
-    return _COMPUTES[str(value) if over == "no" else over]
-
-
-def _beside_quantized(facts: Facts) -> str | None:
-    """The dtype of a script's other weights, where it quantizes some; else ``None``."""
-    script = facts.workload.script
-    return None if script is None or script.quantization is None else script.weights_dtype
-
-
-def _in_a_loop(facts: Facts) -> bool:
-    """Whether a script trains in a loop of its own, where it may cast weights as its Accelerator's precision is."""
-    script = facts.workload.script
-    return script is not None and not script.trainer
-
-
-def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping[str, str]:
-    """What other projects do otherwise, in words: Axolotl has no autocast over float32 weights."""
-    if value == "bf16_weights" and _autocast(value, plan, facts) == "bf16":
-        return {"llamafactory": _NOT_PURE["llamafactory"]}
-    if value == "bf16_weights":
-        return {**_NOT_PURE, **(_REFUSED_ON_A_CPU if facts.hardware.device == "cpu" else {})}
-    quantized, engine = plan.get("quantization", "none") != "none", engine_of(plan.get("parallel", "none"))
-    if value not in _AUTOCAST or quantized or engine == "deepspeed":  # whose float32 copy is there as well
-        return {}
-    lost = "" if plan.get("adapter", "none") != "none" else ": small updates are lost"
-    if lost and value == "fp16":
-        lost = ", and fails in the first step: PyTorch scales no loss for float16 gradients"
-    return {"axolotl": f"Axolotl loads the float32 weights in {_AUTOCAST[str(value)]}, which is another training{lost}"}
-
-
-def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
-    """Accelerate's word for it. Over 16-bit weights that a script loads, its own, but where they are split.
-
-    Accelerate turns weights that FSDP2 splits and that are trained to float32 under autocast, none of a model with
-    packed ones; DeepSpeed keeps a copy of them.
-    """
-    if value == "bf16_weights" and _trains_an_adapter(plan, facts) and _loaded_as(facts) == "float32":
-        return "bf16"
-    engine = engine_of(plan.get("parallel", "none"))
-    kept = engine in {"none", "ddp"} or (engine == "fsdp" and _beside_quantized(facts) is not None)
-    if value in _WEIGHTS and kept:
-        return _own_autocast(value, facts)
-    return _AUTOCAST.get(str(value), "no")
-
-
-def _own_autocast(value: Value, facts: Facts) -> str:
-    """What a script that loads 16-bit weights asks for; over float16 ones that are loaded as bfloat16, bfloat16."""
-    if value not in _WEIGHTS:
-        return "no"
-    if _says(facts, "bf16"):
-        return "bf16"
-    on_cpu = facts.hardware.device == "cpu"  # where a Trainer leaves it out
-    if on_cpu or _loaded_as(facts) != "float16" or not _says(facts, "fp16"):
-        return "no"
-    return "bf16" if value == "bf16_weights" else "fp16"
-
-
-def _says(facts: Facts, name: str) -> bool:
-    """Whether a script that loads its model in 16 bits asks for it."""
-    script = facts.workload.script
-    return script is not None and _loaded_as(facts) != "float32" and bool(script.own.get(name))
-
-
-def _tf32(value: Value, facts: Facts) -> bool | None:
-    """What ``TrainingArguments`` are told of TF32; nothing where saying no would break the loss."""
-    if value in _WEIGHTS and "tf32" in facts.hardware.precisions and _says(facts, "tf32"):
-        return True
-    return None if value != "tf32" and facts.model.task == "ctc" else value == "tf32"
-
-
-def _compute_dtype(given: str | None, product: Any) -> str | None:
-    """What a product computed in, that gave this dtype: layers of quantized weights give back what they were given."""
-    import torch
-
-    inside = getattr(product, "compute_dtype", None)
-    if getattr(getattr(product, "weight", None), "dtype", None) == torch.int8:
-        return "int8"
-    return given if inside is None else str(inside).removeprefix("torch.")
-
-
-def _main_weight(model: nn.Module) -> nn.Parameter:
-    """The largest weight of the model itself: no adapter's, which is trained beside frozen ones, and no packed one.
-
-    Nor one that its class keeps in float32 whatever is asked, as Ernie 4.5's are that balance its experts, and frozen.
-    """
-    floats = [(name, one) for name, one in model.named_parameters() if one.dtype.is_floating_point]
-    kept = {
-        part
-        for module in model.modules()
-        for part in (
-            *(getattr(module, "_keep_in_fp32_modules", None) or ()),
-            *(getattr(module, "_keep_in_fp32_modules_strict", None) or ()),
-        )
-    }
-    free = [one for name, one in floats if not any(part in name for part in kept)] or [one for _, one in floats]
-    frozen = [one for one in free if not one.requires_grad]
-    return max(frozen or free, key=lambda one: one.numel())
-
-
-def _trained_dtype(model: nn.Module) -> str | None:
-    """That of the largest trainable weight; ``None`` where there is none."""
-    trained = [one for one in model.parameters() if one.requires_grad]
-    return dtype_name(max(trained, key=lambda one: one.numel())) if trained else None

@@ -256,5 +256,5 @@ def test_weights_that_stay_in_float32_whatever_is_asked_do_not_speak_for_the_oth
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     assert any(one.dtype == torch.float32 and not one.requires_grad for one in model.parameters())
-    main = importlib.import_module("autofit.strategies.precision")._main_weight
+    main = importlib.import_module("autofit.strategies.precision.observed").main_weight
     assert main(model).dtype == torch.bfloat16
