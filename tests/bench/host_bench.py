@@ -1,4 +1,4 @@
-"""What the Python of checkpointing takes of the host, in operators: the figures of ``strategies/checkpointing.py``.
+"""What the Python of checkpointing takes of the host, in operators: ``strategies/checkpointing/tracing.py``.
 
     OMP_NUM_THREADS=1 python tests/bench/host_bench.py
 
@@ -52,7 +52,7 @@ def build(name, way, strategy):
     settings = AutoConfig.for_model(name, vocab_size=64, **MODELS[name])
     settings.use_cache = False
     model = AutoModelForCausalLM.from_config(settings).train()
-    wraps = {"full": strategy._switch_on, "selective": strategy.keep_products}
+    wraps = {"full": strategy.switch_on, "selective": lambda one: strategy.keep_products(one, strategy.KeptOutputs())}
     return wraps[way](model) if way in wraps else model
 
 
@@ -72,7 +72,7 @@ def measure(name, strategy):
             step(model, rows)
         operators[way] = float(recorder.tape(since=1).work.sum(axis=(0, 1))[2])
         told[way] = Told()
-        with strategy._counting(told[way]):
+        with strategy.counting(told[way]):
             step(model, rows)
     found = {way: [] for way in models}
     for _, (way, model) in itertools.product(range(ROUNDS), models.items()):  # in turn: all see the same machine
@@ -82,14 +82,14 @@ def measure(name, strategy):
     seconds = {way: statistics.median(every) for way, every in found.items()}
     unit = seconds["off"] / operators["off"]
     beyond = {way: seconds[way] / unit - operators[way] for way in models}
-    regions, saved = told["full"][strategy._HOST_A_REGION], told["full"][strategy._HOST_A_SAVED_TENSOR]
+    regions, saved = told["full"][strategy.tracing._HOST_A_REGION], told["full"][strategy.tracing._HOST_A_SAVED_TENSOR]
     each = beyond["full"] / (saved + A_REGION_IN_SAVED_TENSORS * regions)
     return {
         "microseconds_per_operator": round(1e6 * unit, 1),
         "operators_per_region": round(A_REGION_IN_SAVED_TENSORS * each, 1),
         "operators_per_saved_tensor": round(each, 2),
         "operators_per_seen_operator": round(
-            (beyond["selective"] - beyond["full"]) / told["selective"][strategy._HOST_A_SEEN_OPERATOR], 2
+            (beyond["selective"] - beyond["full"]) / told["selective"][strategy.tracing._HOST_A_SEEN_OPERATOR], 2
         ),
     }
 

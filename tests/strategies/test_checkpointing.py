@@ -70,7 +70,7 @@ def keep_products(model):
 def test_gradients_are_those_of_a_model_that_keeps_everything(strategy, config, dtype):
     plain = build(config)
     wanted = gradients(copy.deepcopy(plain), dtype)
-    for wrap in (keep_products, strategy._switch_on):
+    for wrap in (keep_products, strategy.switch_on):
         same(gradients(wrap(copy.deepcopy(plain)), dtype), wanted)
 
 
@@ -86,13 +86,13 @@ def test_either_attention_will_do(strategy, attention):
 def test_attention_is_recomputed_where_numbers_are_drawn(strategy):
     kept = strategy.KeptOutputs()
     strategy.keep_products(build("gpt2"), kept)
-    assert not kept.names & strategy._ATTENTION
+    assert not kept.names & strategy.kept.ATTENTION
     strategy.keep_products(build("gpt2 without dropout"), kept)
-    assert kept.names > strategy._ATTENTION
+    assert kept.names > strategy.kept.ATTENTION
 
 
 def test_every_operator_that_is_kept_is_one_of_pytorchs(strategy):
-    for name in strategy._PRODUCTS | strategy._ATTENTION:
+    for name in strategy.kept.PRODUCTS | strategy.kept.ATTENTION:
         space, _, op = name.rpartition("::")
         if space == "aten":
             assert hasattr(torch.ops.aten, op), name
@@ -107,7 +107,7 @@ def test_adapters_train_behind_frozen_layers(strategy):
         kept, inputs = strategy.KeptOutputs(), strategy.HostInputs()
         by_hand = {
             "selective": lambda model, kept=kept: strategy.keep_products(model, kept),
-            "on the host": lambda model, inputs=inputs: strategy._switch_on(model, checkpoint=inputs.checkpoint),
+            "on the host": lambda model, inputs=inputs: strategy.switch_on(model, checkpoint=inputs.checkpoint),
         }
         wrap = by_hand[value]
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def test_adapters_train_behind_frozen_layers(strategy):
 
 @pytest.mark.parametrize(("every", "switched"), [(1, "111111"), (2, "101010"), (4, "100010")])
 def test_every_so_many_layers(strategy, every, switched):
-    model = strategy._switch_on(build("llama", num_hidden_layers=6), every=every)
+    model = strategy.switch_on(build("llama", num_hidden_layers=6), every=every)
     assert "".join(str(int(layer.gradient_checkpointing)) for layer in model.model.layers) == switched
 
 
@@ -134,7 +134,7 @@ def test_layers_inside_of_others_are_recomputed_with_them(strategy, value, fits)
     kinds = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **sizes, **kinds))
-    assert strategy._inside_others(model) == 2
+    assert strategy.inside_others(model) == 2
     seen = ({"layers": 6, "layers_recomputed": again, "layers_inside": 2} for again in range(7))
     in_effect, facts = technique("checkpointing").in_effect, cpu_facts()
     assert {one["layers_recomputed"] for one in seen if in_effect(value, one, facts) is None} == fits
@@ -245,11 +245,11 @@ def test_arguments_carry_what_they_can(version, name):
 def test_inputs_wait_on_the_host(strategy, monkeypatch):
     plain = build("llama")
     keeper = strategy.HostInputs()
-    kept = strategy._switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint)
+    kept = strategy.switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint)
     same(gradients(kept), gradients(copy.deepcopy(plain)))
     assert keeper.moved_bytes == 0  # all of it is small
     monkeypatch.setattr(placement, "_SMALLEST_BYTES", 1)
-    kept, copies, inputs = strategy._switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint), Copies(), []
+    kept, copies, inputs = strategy.switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint), Copies(), []
     for layer in kept.model.layers:
         layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
     kept.model.norm.register_forward_pre_hook(lambda *_: inputs.append([ref() is None for ref in inputs]))
@@ -328,11 +328,11 @@ def test_pythons_part_in_checkpointing_counts_for_the_host(tmp_path, device):
 def test_a_pytorch_without_that_class_is_left_alone(strategy, monkeypatch):
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
     recorder = Recorder(fake=False)
-    with strategy._counting(recorder):
+    with strategy.counting(recorder):
         assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
         strategy.KeptOutputs().policy(SimpleNamespace(is_recompute=False), torch.ops.aten.mm.default)
     assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
-    assert recorder.tape().work[-1, KINDS.index("other"), 2] == strategy._HOST_A_SEEN_OPERATOR
+    assert recorder.tape().work[-1, KINDS.index("other"), 2] == strategy.tracing._HOST_A_SEEN_OPERATOR
 
 
 def test_where_a_trainer_generates_every_layer_is_recomputed_or_none():

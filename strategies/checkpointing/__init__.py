@@ -33,16 +33,17 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 from autofit.contract.emission import Emission
-from autofit.contract.placement import KeptOnHost
-from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique
+
+from .kept import HostInputs, KeptOutputs, keep_products
+from .recompute import recomputing, switch_off, switch_on
+from .tracing import counting
+from .watched import inside_others, watch_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
-    import torch
     from torch import nn
-    from torch.utils.checkpoint import CheckpointPolicy
-    from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
     from autofit.contract.observation import Hooks, Ran, Read, Seen
@@ -58,22 +59,12 @@ _SCRIPT = {
     "selective": "keep the outputs of matrix products: model = setup.model(...)",
     "full_offload": "keep the layers' inputs on the host: model = setup.model(...)",
 }
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm"})
-_ATTENTION = frozenset({
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flex_attention",
-})  # fmt: skip
 _ON = "switched on"
 _IN_CACHE = "the adapter's prompt is a cache, which no layer that is recomputed is given: it would not be trained"
 _ON_AGAIN = "its Trainer recomputes nothing while it generates, and then every layer again"
 _SEEN_TO_WIN = {"cpu": {"full", "every_2"}, "cuda": {"full"}}
 """Values that were the fastest under a ceiling of a landscape recorded on such a device, and what every large model is
 trained with; the others are tried on request."""
-_HOST_A_REGION, _HOST_A_SAVED_TENSOR, _HOST_A_SEEN_OPERATOR = 35.0, 2.5, 4.0
-"""What the Python of a checkpointed region takes of the host, in operators: for the region itself, for each tensor that
-autograd would save, and for each operator that a selective one looks at, there and back. Measured with tiny models on
-a CPU core (tests/bench/host_bench.py): 26 to 44, 1.9 to 3.2 and 3.2 to 4.7."""
 
 
 class Checkpointing(Technique):
@@ -133,7 +124,7 @@ class Checkpointing(Technique):
         """
         from transformers import Cache
 
-        if any(_recomputing(model)):
+        if any(recomputing(model)):
             return _ON
         given = getattr(model, "active_peft_config", None)
         if given is None or not given.is_prompt_learning:
@@ -161,11 +152,11 @@ class Checkpointing(Technique):
             recipe.model_wraps.append(functools.partial(keep_products, kept=kept))
         elif value == "full_offload":
             inputs = recipe.state[self.name] = HostInputs()
-            recipe.model_wraps.append(functools.partial(_switch_on, checkpoint=inputs.checkpoint))
+            recipe.model_wraps.append(functools.partial(switch_on, checkpoint=inputs.checkpoint))
         elif value == "off" and script is not None and script.checkpointing == _ON:
-            recipe.model_wraps.append(_switch_off)
+            recipe.model_wraps.append(switch_off)
         elif value != "off" and recipe.facts.workload.launch_path == "loop" and not _by_script_alone(recipe.facts):
-            recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
+            recipe.model_wraps.append(functools.partial(switch_on, every=_EVERY.get(str(value), 1)))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return value if part == "micro_steps" else self.baseline
@@ -174,11 +165,11 @@ class Checkpointing(Technique):
         return _EVERY.get(str(value), 1)
 
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if value == "off" else _counting(recorder)
+        return contextlib.nullcontext() if value == "off" else counting(recorder)
 
     def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
         """A model of a script's own has no layers that are known: what it has switched on shows what to watch."""
-        return _watch_parts(model, hooks) if _by_script_alone(recipe.facts) else self.observe
+        return watch_parts(model, hooks) if _by_script_alone(recipe.facts) else self.observe
 
     def observe(self, ran: Ran) -> Seen:
         """Layers that ran, those that ran more than once in a micro-step, and what was kept and moved by hand."""
@@ -186,7 +177,7 @@ class Checkpointing(Technique):
         counted = ran.recipe.state.get(self.name)
         return {
             "layers": len(forwards) or None,
-            "layers_inside": _inside_others(ran.model),
+            "layers_inside": inside_others(ran.model),
             "layers_recomputed": sum(count > 1 for count in forwards) if forwards else None,
             "layer_forwards": max(forwards, default=ran.forwards_in_graph),
             "kept_outputs": counted.count if isinstance(counted, KeptOutputs) else 0,
@@ -247,14 +238,6 @@ def _as_many(again: int, layers: int, every: int, inside: int) -> bool:
     return 0 < again < layers and abs(again * every - layers) < min(every, layers) + every * inside
 
 
-def _inside_others(model: nn.Module) -> int:
-    """Layers that stand inside of others: transformers counts both."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = {one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
-    return len(layers & {part for one in layers for part in one.modules() if part is not one})
-
-
 def _by_script_alone(facts: Facts) -> bool:
     """Whether a script has switched it on in a model that knows nothing of transformers, as diffusers' are."""
     script = facts.workload.script
@@ -267,134 +250,3 @@ def _loses_prompt(facts: Facts) -> bool:
     if script is None or script.own.get("activation_checkpointing"):
         return False
     return script.checkpointing == _IN_CACHE
-
-
-def _watch_parts(model: nn.Module, hooks: Hooks) -> Read:
-    """Watch which parts of the modules that can recompute run, and which do so again in the backward pass."""
-    import torch
-
-    ran: tuple[set[nn.Module], set[nn.Module]] = set(), set()
-
-    def before(part: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            ran[torch._C._current_graph_task_id() >= 0].add(part)  # noqa: SLF001 - as torch.utils.checkpoint asks
-
-    able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    children = [child for module in able for child in module.children()]
-    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    for part in {one for child in children for one in (child.children() if isinstance(child, lists) else [child])}:
-        hooks.before(part, before)
-    # none where a compiled graph holds them all
-    return lambda _: {"layers": len(ran[0]) or None, "layers_recomputed": len(ran[1]) if ran[0] else None}
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's, looked up when it is called: a trace puts another in its place."""
-    import torch.utils.checkpoint
-
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
-def _switch_on(model: PreTrainedModel, every: int = 1, checkpoint: Callable[..., Any] = _checkpoint) -> PreTrainedModel:
-    """Switch it on by hand, where no Trainer reads the argument or no argument says it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # a model's own code may not know the other argument
-    enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            vars(module)["_gradient_checkpointing_func"] = checkpoint
-    return model
-
-
-def _switch_off(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch it off where a script has switched it on: no argument of a Trainer does."""
-    for module in _recomputing(model):
-        module.gradient_checkpointing = False
-    return model
-
-
-def _recomputing(model: nn.Module) -> Iterator[Any]:
-    """The modules that recompute what is inside them."""
-    return (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
-
-
-class KeptOutputs:
-    """Checkpoints a layer but for the outputs of matrix products and of attention.
-
-    Attributes:
-        names: Operators whose outputs are kept.
-        count: Outputs that were kept so far.
-    """
-
-    def __init__(self) -> None:
-        self.names = _PRODUCTS | _ATTENTION
-        self.count = 0
-
-    def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """What PyTorch asks for every operator."""
-        from torch.utils.checkpoint import CheckpointPolicy
-
-        if op.name().partition(".")[0] not in self.names:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        self.count += not context.is_recompute  # which some versions of PyTorch ask for too
-        return CheckpointPolicy.MUST_SAVE
-
-    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer."""
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
-        return _checkpoint(function, *args, context_fn=contexts, **kwargs)
-
-
-def _counting(recorder: TraceRecorder) -> AbstractContextManager[None]:
-    """Tell a trace what the Python of checkpointed regions takes of the host.
-
-    PyTorch has no public place to look at it: where its own class is gone, nothing is told of what autograd saves.
-    """
-    import torch.utils.checkpoint as home
-
-    hooks, policy = getattr(home, "_checkpoint_hook", None), KeptOutputs.policy
-
-    def told_policy(self: KeptOutputs, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if not context.is_recompute:
-            recorder.busies_host(_HOST_A_SEEN_OPERATOR)
-        return policy(self, context, op, *args, **kwargs)
-
-    if hooks is None:
-        return replacing([(KeptOutputs, "policy", told_policy)])
-
-    class Told(hooks):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            recorder.busies_host(_HOST_A_REGION)
-            pack = self.pack_hook
-
-            def told_pack(tensor: torch.Tensor) -> Any:
-                recorder.busies_host(_HOST_A_SAVED_TENSOR)
-                return pack(tensor)
-
-            self.pack_hook: Callable[..., Any] = told_pack
-
-    return replacing([(KeptOutputs, "policy", told_policy), (home, "_checkpoint_hook", Told)])
-
-
-def keep_products(model: PreTrainedModel, kept: KeptOutputs) -> PreTrainedModel:
-    """Recompute what lies between the matrix products of the layers."""
-    settings = model.config.get_text_config().to_dict()
-    dropout = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
-    kept.names = _PRODUCTS if dropout else _PRODUCTS | _ATTENTION
-    return _switch_on(model, checkpoint=kept.checkpoint)
-
-
-class HostInputs(KeptOnHost):
-    """Checkpoints a layer, with its inputs on the host until they are needed."""
-
-    def stays(self, tensor: torch.Tensor) -> bool:
-        """Of a layer's inputs those of floating point are its activations."""
-        return not tensor.is_floating_point() or super().stays(tensor)
-
-    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; what it saves inside is dropped before these hooks would see it."""
-        with self.waiting():
-            return _checkpoint(function, *args, **kwargs)
