@@ -284,7 +284,8 @@ class _Launched:
             )
             return own
         if self.trained and own.dataset is not self.loads:
-            self._say_once("the script prepares its loader anew, of other rows: whether these are longer was not seen")
+            anew = "the script prepares its loader anew, on another data set"
+            self._say_once(f"{anew}: whether its rows are longer was not seen")
         self.entered, self.loads = True, own.dataset
         return rebuilt(own, rows=self.recipe.micro_batch, changed=loader_changes(own, self.recipe))
 
