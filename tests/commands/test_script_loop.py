@@ -612,12 +612,14 @@ BRANCH = """if len(rows) > 2:
             whole = loss
         loss = whole"""
 OTHERWISE = "trains otherwise by the number of its batches"
+RATE = "for group in optimizer.param_groups: group['lr']"
+LOGGED = "told = {}; told['lr'] = optimizer.param_groups[0]['lr']"
 
 
 @pytest.mark.parametrize(
     ("parts", "why"),
     slow_but(
-        {"now and then", "logs"},
+        {"now and then", "rate", "logs"},
         {
             "now and then": ({"then": "loss += (place % 16 == 0) * model(rows).abs().mean()"}, OTHERWISE),
             "if": ({"then": "if place % 16 == 0: loss = loss + model(rows).abs().mean()"}, OTHERWISE),
@@ -626,6 +628,11 @@ OTHERWISE = "trains otherwise by the number of its batches"
             "schedule now and then": ({"last": "if (place + 1) % 2 == 0: schedule.step()"}, OTHERWISE),
             "freezes": ({"before": "model.bias.requires_grad_(place > 8)"}, OTHERWISE),
             "target": ({"after": "if place % 5 == 4: model.load_state_dict(model.state_dict())"}, OTHERWISE),
+            "rate": ({"after": "if place % 99 == 98: optimizer.param_groups[0]['lr'] *= 0.5"}, OTHERWISE),
+            "rates at an end": ({"after": f"if place == len(loader) - 1:\n        {RATE} *= 0.5"}, OTHERWISE),
+            "rates by a number": ({"before": f"rate = 1e-3 if place < 9 else 1e-4\n    {RATE} = rate"}, OTHERWISE),
+            "rate of a step": ({"after": f"if accelerator.sync_gradients and place > 8:\n        {RATE} *= 0.5"}, None),
+            "logs its rate": ({"after": f"if place % 5 == 0: {LOGGED}"}, None),
             "logs": ({"after": "count += loss.item()\n    if place % 5 == 0: mean = count; print(mean, place)"}, None),
             "adds to a branch": ({"then": BRANCH}, None),
             "sums its losses": ({"then": "loss += model(rows).abs().mean()", "last": "schedule.step()"}, None),

@@ -16,8 +16,10 @@ _TAKES = "it takes by the number of its batches what belongs to each, as by {} (
 _TRAINS = "it trains otherwise by the number of its batches, or by what it sums up of each (line {} of {})"
 _STEPS = {"backward", "step", "requires_grad_"}
 """Methods that train by what they are given."""
-_SETS = {*_STEPS, "zero_grad", "load_state_dict"}
+_SETS = {*_STEPS, "zero_grad", "load_state_dict", "add_param_group"}
 """Methods that change what is trained."""
+_GROUPS = "param_groups"
+"""What an optimizer calls its learning rates and the like."""
 _LEAVE = (ast.Break, ast.Continue, ast.Return)
 _Loop = ast.For | ast.While
 
@@ -81,7 +83,7 @@ def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
         if isinstance(one, ast.If) and reads(one.test) and any(map(_changes, _at_each_batch(one))):
             return int(one.lineno)
         trains = isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _STEPS
-        if trains and any(map(reads, one.args)):
+        if any(map(reads, one.args if trains else _put_into_groups(one))):
             return int(one.lineno)
     return None
 
@@ -169,8 +171,32 @@ def _targets(node: ast.AST) -> list[str]:
     return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
 
 
+def _put_into_groups(node: ast.AST) -> list[ast.AST]:
+    """What a statement, or a loop over an optimizer's groups, sets in these: a learning rate, a weight decay."""
+    if isinstance(node, ast.For) and _GROUPS in ast.unparse(node.iter):
+        names = {one.id for one in ast.walk(node.target) if isinstance(one, ast.Name)}
+        parts: list[ast.AST] = [*ast.walk(node)]
+    else:
+        names, parts = set(), [node]
+    every: list[Any] = [one for one in parts for target in _assigned(one) if _is_of_a_group(target, names)]
+    return [one.value for one in every]
+
+
+def _assigned(node: ast.AST) -> list[Any]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AugAssign) else []
+
+
+def _is_of_a_group(node: Any, names: set[str]) -> bool:
+    """Whether a value of an optimizer's group is set there, such as ``optimizer.param_groups[0]["lr"]``."""
+    return isinstance(node, ast.Subscript) and (_GROUPS in (of := ast.unparse(node.value)) or of in names)
+
+
 def _changes(node: ast.AST) -> bool:
     """Whether a statement changes what is trained, or how."""
+    if _put_into_groups(node):
+        return True
     if isinstance(node, ast.Assign):
         return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in node.targets)
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SETS
