@@ -619,7 +619,7 @@ LOGGED = "told = {}; told['lr'] = optimizer.param_groups[0]['lr']"
 @pytest.mark.parametrize(
     ("parts", "why"),
     slow_but(
-        {"now and then", "rate", "logs"},
+        {"now and then", "rate", "clips", "logs"},
         {
             "now and then": ({"then": "loss += (place % 16 == 0) * model(rows).abs().mean()"}, OTHERWISE),
             "if": ({"then": "if place % 16 == 0: loss = loss + model(rows).abs().mean()"}, OTHERWISE),
@@ -632,6 +632,9 @@ LOGGED = "told = {}; told['lr'] = optimizer.param_groups[0]['lr']"
             "rates at an end": ({"after": f"if place == len(loader) - 1:\n        {RATE} *= 0.5"}, OTHERWISE),
             "rates by a number": ({"before": f"rate = 1e-3 if place < 9 else 1e-4\n    {RATE} = rate"}, OTHERWISE),
             "rate of a step": ({"after": f"if accelerator.sync_gradients and place > 8:\n        {RATE} *= 0.5"}, None),
+            "clips": (
+                {"last": "if (place + 1) % 2 == 0: accelerator.clip_grad_norm_(model.parameters(), 1.0)"}, OTHERWISE,
+            ),
             "logs its rate": ({"after": f"if place % 5 == 0: {LOGGED}"}, None),
             "logs": ({"after": "count += loss.item()\n    if place % 5 == 0: mean = count; print(mean, place)"}, None),
             "adds to a branch": ({"then": BRANCH}, None),

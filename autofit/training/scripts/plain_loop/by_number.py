@@ -16,8 +16,8 @@ _TAKES = "it takes by the number of its batches what belongs to each, as by {} (
 _TRAINS = "it trains otherwise by the number of its batches, or by what it sums up of each (line {} of {})"
 _STEPS = {"backward", "step", "requires_grad_"}
 """Methods that train by what they are given."""
-_SETS = {*_STEPS, "zero_grad", "load_state_dict", "add_param_group"}
-"""Methods that change what is trained."""
+_SETS = {*_STEPS, "zero_grad", "load_state_dict", "add_param_group", "clip_grad_norm_", "clip_grad_value_"}
+"""Methods, and functions of PyTorch, that change what is trained."""
 _GROUPS = "param_groups"
 """What an optimizer calls its learning rates and the like."""
 _LEAVE = (ast.Break, ast.Continue, ast.Return)
@@ -199,7 +199,7 @@ def _changes(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Assign):
         return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in node.targets)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SETS
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SETS
 
 
 def _is_there(node: ast.AST, frame: FrameType, loop: ast.AST) -> bool:
