@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from autofit.commands.lengths import lengths_of, lengths_words, told_lengths
+from autofit.commands.lengths import lengths_of, lengths_words, longest_row, told_lengths
 from autofit.commands.request import DEFAULT_GLOBAL_BATCH, Request
 from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
 from autofit.costmodel.jobs import RatesJob
@@ -230,8 +230,7 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
     if request.lengths is None:
         seq_len = row_length(request.seq_len, model)
     else:
-        longest = min(model.max_positions or 10**8, model.position_rows or 10**8)
-        seq_len, lengths = lengths_of(request.lengths, request.seq_len, longest, model, say)
+        seq_len, lengths = lengths_of(request.lengths, request.seq_len, longest_row(model), model, say)
         told_rows = len(told_lengths(request.lengths))
         say(lengths_words(lengths))
     for words in remarks(seq_len, model, hardware.device):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autofit.contract.facts import Model
+from autofit.contract.facts import Facts, Model
 from autofit.system.errors import InputError
 
 MOST = 500
@@ -88,6 +88,28 @@ def lengths_of(
     if cut:
         say(f"{cut / len(found):.1%} of the rows in {path} are longer than {at_most} tokens, and are cut there")
     return at_most, tuple(max(2, min(one, at_most)) for one in found)
+
+
+def longest_row(model: Model) -> int:
+    """Tokens of the longest row that the model takes."""
+    return min(model.max_positions or 10**8, model.position_rows or 10**8)
+
+
+def check_same_lengths(path: str | None, seq_len: int | None, facts: Facts, folder: Path) -> None:
+    """Refuse to go on in a folder with a file of the same name that holds other lengths.
+
+    Raises:
+        InputError: It does, or it can't be read.
+    """
+    if path is None:
+        return
+    work = facts.workload
+    now = lengths_of(path, seq_len, longest_row(facts.model), facts.model, lambda _: None)
+    if (*now, len(told_lengths(path))) != (work.seq_len, tuple(work.lengths), work.told_rows):
+        raise InputError(
+            f"the lengths in {path} have changed since {folder} was begun",
+            hint="measurements would not compare: put the file back as it was, or choose another --output",
+        )
 
 
 def lengths_words(lengths: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autofit import space
 from autofit.cluster.nodes import check_address
-from autofit.commands.lengths import check_lengths
+from autofit.commands.lengths import check_lengths, check_same_lengths
 from autofit.commands.model_source import local_config, read_config
 from autofit.commands.scripts.named import is_script, named
 from autofit.contract.facts import Facts, LaunchPath, Task
@@ -241,6 +241,7 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
                 hint=_OTHERWISE,
             )
     _check_same_script(started.facts, now, folder)
+    check_same_lengths(now.lengths, now.seq_len, started.facts, folder)
     _check_kept_config(started, folder)
     if now.device not in {"auto", started.facts.hardware.device}:
         raise InputError(

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
-from autofit.commands.facts import ceiling, lacking_kernels, read_facts, remarks, row_length
+from autofit.commands.facts import ceiling, lacking_kernels, read_facts, remarks, row_length, workload
 from autofit.commands.request import Request, Search, check_request, keep_request, started_before
 from autofit.contract.facts import Model
 from autofit.machine.packages import installed
@@ -221,6 +221,22 @@ def test_a_tune_does_not_go_on_with_a_config_that_was_changed_in_its_folder(tmp_
     (tmp_path / MODEL_FOLDER / "config.json").write_text("{}")
     with pytest.raises(InputError, match="model has changed since"):
         started_before(tmp_path, asked, resume=True, say=print)
+
+
+def test_a_tune_does_not_go_on_with_a_file_of_lengths_that_holds_others_now(tmp_path):
+    write_config(tmp_path / MODEL_FOLDER)
+    told = tmp_path / "lengths"
+    told.write_text("4 9 16")
+    asked, facts = Request(model="some/model", lengths=str(told)), cpu_facts()
+    work = workload(asked, facts.model, facts.hardware, lambda _: None)
+    facts = dataclasses.replace(facts, workload=work, packages=installed())
+    keep_request(tmp_path, asked, facts)
+    told.write_text("[16, 9, 4]")
+    assert started_before(tmp_path, asked, resume=True, say=print).facts == facts, "the same rows in another form"
+    for other in ("4 9 15", "4 9 17", "4 9", "4 4 9 16"):
+        told.write_text(other)
+        with pytest.raises(InputError, match=r"the lengths in .* have changed since"):
+            started_before(tmp_path, asked, resume=True, say=print)
 
 
 @pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])
