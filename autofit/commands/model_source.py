@@ -139,6 +139,10 @@ def _reachable(endpoint: str, timeout_seconds: float = 5.0) -> bool:
         return False
 
 
+_SHOWN = 40
+"""Letters of a file that is no config, so that a message shows what it is."""
+
+
 def _too_large(what: str, length: int) -> ModelError:
     return ModelError(f"{what} has {length} bytes; a config.json has a few thousand", hint="is it the right file?")
 
@@ -164,7 +168,9 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
         hint = "fetch the model's config.json again" if path.suffix == ".json" else _WANTED
         raise ModelError(f"{path} is not valid JSON: {error}", hint=hint) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a JSON {type(config).__name__}, not an object", hint=_WANTED)
+        got = text.strip()
+        got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
+        raise ModelError(f"{path} holds {got}, and a JSON object is wanted", hint=_WANTED)
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ModelError(
             f"{path} has no model_type, so {name!r} is not a transformers model",
