@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class Command(click.Command):
-    """Refuses an option without a text, such as an unset variable of the shell leaves: it would count as not given."""
+    """Refuses an option or a folder without a text, such as an unset variable of the shell leaves.
+
+    The option would count as not given, and the folder as the current one.
+    """
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Read the command line."""
@@ -46,7 +49,13 @@ class Command(click.Command):
             value = context.params.get(option.name or "")
             if isinstance(option, click.Option) and any(one == "" for one in (value, *_several(value))):
                 raise InputError(f"{option.opts[0]} '' is empty", hint="give it a value, or leave it out")
+            if option.name in _FOLDERS and "" in {value, *_several(value)}:
+                raise InputError("DIR '' is empty", hint="give the folder of a tune; . is the current one")
         return left
+
+
+_FOLDERS = {"folder", "folders"}
+"""Arguments that name the folder of a tune."""
 
 
 def _several(value: object) -> tuple[object, ...]:
