@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -225,14 +224,14 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
     try:
         started = strict_json.read(STARTED, path.read_bytes())
     except (OSError, ValueError) as error:  # pydantic's own is one of the latter
-        first = str(error).splitlines()[0]
-        raise InputError(f"{path} can't be read: {first}", hint="choose another --output") from error
+        raise InputError(f"{path} can't be read: {_first_line(error)}", hint="choose another --output") from error
     then = started.request
     if not resume:
         raise InputError(
             f"{folder} holds a tune of {then.model!r} already",
             hint="go on with it by --resume, choose another --output, or delete it",
         )
+    _check_kept_config(started, folder)
     _check_same_model(then, now, folder)
     for name in [one.name for one in dataclasses.fields(Request) if one.name not in {"device", "model"}]:
         if getattr(then, name) != getattr(now, name):
@@ -242,7 +241,6 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             )
     _check_same_script(started.facts, now, folder)
     check_same_lengths(now.lengths, now.seq_len, started.facts, folder)
-    _check_kept_config(started, folder)
     if now.device not in {"auto", started.facts.hardware.device}:
         raise InputError(
             f"{folder} was begun on {started.facts.hardware.device}, this is {now.device}",
@@ -256,6 +254,15 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             hint="measurements would not compare: choose another --output",
         )
     return started
+
+
+def _first_line(error: OSError | ValueError) -> str:
+    """What is wrong with a file; of what is JSON and no request, where and what."""
+    if not isinstance(error, ValidationError):
+        return str(error).splitlines()[0]
+    first = error.errors()[0]
+    where = ".".join(str(part)[:80] for part in first["loc"])
+    return f"{first['msg']}{f' at {where}' * bool(where)}"
 
 
 _OTHERWISE = "repeat the first command with --resume, or choose another --output"
@@ -288,12 +295,15 @@ def _check_same_model(then: Request, now: Request, folder: Path) -> None:
 
 def _check_kept_config(started: Started, folder: Path) -> None:
     """Refuse to go on where the config that trials are built by was changed in the output folder itself."""
-    with contextlib.suppress(OSError):  # who reads it says so
-        if started.config_sha256 not in {None, config_sha256(folder)}:
-            raise InputError(
-                f"{folder / MODEL_FOLDER} has changed since {folder} was begun",
-                hint="measurements would not compare: put its files back as they were, or choose another --output",
-            )
+    if started.config_sha256 is None:
+        return
+    hint = "measurements would not compare: put its files back as they were, or choose another --output"
+    try:
+        same = config_sha256(folder) == started.config_sha256
+    except OSError as error:
+        raise InputError(f"{error.filename} can't be read: {error.strerror}", hint=hint) from error
+    if not same:
+        raise InputError(f"{folder / MODEL_FOLDER} has changed since {folder} was begun", hint=hint)
 
 
 def _check_same_script(facts: Facts, now: Request, folder: Path) -> None:

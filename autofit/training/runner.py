@@ -308,12 +308,17 @@ def finished(folder: Path) -> Iterator[Trial]:
     """The trials in ``trials/`` that have ended, by number; what can't be read counts as cut off.
 
     Raises:
-        InputError: A trial has a key that this version does not know.
+        InputError: A trial has a key that this version does not know, or the folder can't be read.
     """
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name.isdigit())
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise InputError(
+            f"{folder}, which holds a tune's trials, can't be read: {error.strerror}",
+            hint="put it back as it was, or choose another --output",
+        ) from error
     for name in names:
         path = folder / name / TRIAL_FILE
         try:

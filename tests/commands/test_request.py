@@ -13,7 +13,7 @@ from autofit.commands.facts import ceiling, lacking_kernels, read_facts, remarks
 from autofit.commands.request import Request, Search, check_request, keep_request, started_before
 from autofit.contract.facts import Model
 from autofit.machine.packages import installed
-from autofit.output.document import MODEL_FOLDER
+from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.system.errors import InputError, ModelError
 from autofit.training.tasks.choose import describe_model
 from tests.support.synthetic import cpu_facts
@@ -221,6 +221,24 @@ def test_a_tune_does_not_go_on_with_a_config_that_was_changed_in_its_folder(tmp_
     (tmp_path / MODEL_FOLDER / "config.json").write_text("{}")
     with pytest.raises(InputError, match="model has changed since"):
         started_before(tmp_path, asked, resume=True, say=print)
+
+
+def test_a_folder_whose_files_are_gone_or_torn_says_which_and_what_to_do(tmp_path):
+    write_config(tmp_path / MODEL_FOLDER)
+    facts = dataclasses.replace(cpu_facts(), packages=installed())
+    asked = Request(model="demo")
+    keep_request(tmp_path, asked, facts)
+    for text in (None, "null"):
+        (tmp_path / MODEL_FOLDER / "config.json").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / MODEL_FOLDER / "config.json").write_text(text)
+        with pytest.raises(InputError, match=r"config\.json can't be read: No such file|model has changed") as refused:
+            started_before(tmp_path, asked, resume=True, say=print)
+        assert "put its files back as they were, or choose another --output" in (refused.value.hint or "")
+    for text, why in (("null", "Input should be an object"), ('{"request": {}}', "Field required at request.model")):
+        (tmp_path / REQUEST).write_text(text)
+        with pytest.raises(InputError, match=rf"request\.json can't be read: {why}"):
+            started_before(tmp_path, asked, resume=True, say=print)
 
 
 def test_a_tune_does_not_go_on_with_a_file_of_lengths_that_holds_others_now(tmp_path):

@@ -513,6 +513,13 @@ def test_what_can_not_be_read_has_not_finished(try_fault, tmp_path):
     assert list(finished(folder)) == [good, dataclasses.replace(good, number=5)]
 
 
+def test_a_file_in_the_place_of_the_trials_is_refused(tmp_path):
+    (tmp_path / "trials").write_text("")
+    with pytest.raises(InputError, match="trials, which holds a tune's trials, can't be read: Not a directory") as said:
+        list(finished(tmp_path / "trials"))
+    assert said.value.hint == "put it back as it was, or choose another --output"
+
+
 def test_a_trial_of_another_version_is_refused(tmp_path):
     (tmp_path / "00001").mkdir()
     trial = {"number": 1, "plan": {}, "outcome": {"kind": "unsupported", "reason": "x"}, "wall_seconds": 1.0}
