@@ -9,6 +9,7 @@ from rich.console import Console
 import autofit
 from autofit.commands import launching, verify
 from autofit.commands.estimates import estimate
+from autofit.commands.estimates.files import estimate_folder
 from autofit.contract.facts import Hardware
 from autofit.contract.outcome import TimedOut
 from autofit.machine import same_machine
@@ -112,6 +113,26 @@ def test_no_file_is_written_where_the_speed_is_not_known_or_another_wrote(tmp_pa
     with pytest.raises(InputError, match=r"report\.html, which no estimate wrote"):
         autofit.estimate("demo", gpu="H100", output=tmp_path)
     assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_an_estimate_that_fails_leaves_nothing_that_the_next_one_is_refused_for(tmp_path):
+
+    def fail(name: str) -> None:
+        with estimate_folder(tmp_path) as folder:
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text("{}")
+            (folder / "accelerate.yaml").write_text("")
+            raise MachineError("the disk is full", hint="")
+
+    for name in ("model", ".emitting"):
+        with pytest.raises(MachineError):
+            fail(name)
+        assert {path.name for path in tmp_path.iterdir()} <= {".estimate.lock"}
+    (tmp_path / "mine.txt").write_text("")
+    with estimate_folder(tmp_path) as folder:
+        (folder / "autofit.json").write_text("{}")
+        (folder / "model").mkdir()
+    assert {"mine.txt", "autofit.json", "model"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_card_is_known_by_its_name_in_the_catalogue(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autofit.commands.estimates.plans import Estimated
-from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES, names_in
+from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES, names_in, remove_answer
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Promise
 from autofit.costmodel.families import speed_range
@@ -42,12 +42,16 @@ def check_card(card: Card | None, output: str | Path | None) -> None:
 def estimate_folder(output: str | Path) -> Iterator[Path]:
     """The folder of an estimate's files, held against others; a former estimate there is written over.
 
+    Where the estimate fails before its answer is whole, nothing of it stays: the next one would be refused for that.
+
     Raises:
         InputError: It holds a tune, or files that no estimate wrote.
         MachineError: It can't be written, or another estimate is writing it.
     """
     folder = Path(output)
+    ours = False  # what an answer is made of, should it be there at the end
     with contextlib.suppress(OSError, ValueError):
+        ours = not folder.exists()
         there = names_in(folder)
         if there & BEGUN:
             raise InputError(f"{folder} holds a tune", hint="name a new or an empty folder by --output")
@@ -57,9 +61,14 @@ def estimate_folder(output: str | Path) -> Iterator[Path]:
                 f"{folder} holds {', '.join(clash)}, which no estimate wrote: it would be written over",
                 hint="name a new or an empty folder by --output",
             )
+        ours = True
     usable_folder(folder)
     with held(folder / LOCK, f"another estimate is writing {folder}", "give each its own --output"):
-        yield folder
+        try:
+            yield folder
+        finally:
+            if ours and not (folder / DOCUMENT_FILE).exists():  # it is written last
+                remove_answer(folder)
 
 
 def write_estimate(  # noqa: PLR0917 - what an estimate has found out

@@ -40,6 +40,14 @@ def remove_leftovers(folder: Path) -> None:
             left.unlink()
 
 
+def remove_answer(folder: Path) -> None:
+    """Delete what an answer is made of. The caller holds the folder's lock, and knows that nobody else wrote it."""
+    for name in (*CONFIG_FILES, ASIDE):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
+
+
 def names_in(folder: Path) -> frozenset[str]:
     """The names in a folder; ``new/..`` is the one that it will be as soon as ``new`` is made.
 
