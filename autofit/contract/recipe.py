@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ModelWrap = Callable[["PreTrainedModel"], "PreTrainedModel"]
 Collate = Callable[..., Any]
 OptimizerWrap = Callable[["torch.optim.Optimizer"], "torch.optim.Optimizer"]
+_NOW_CALLED = {f"gradient_checkpointing{more}": f"activation_checkpointing{more}" for more in ("", "_kwargs")}
+"""Fields that transformers takes by their former names, too, and heeds only where the new ones are not set."""
 
 
 def ground(facts: Facts) -> Emission:
@@ -156,7 +158,7 @@ class Recipe:
         from transformers import TrainingArguments
 
         tuned = self.emission.training_args
-        clash = sorted(tuned.keys() & others.keys())
+        clash = sorted(name for name in others if {name, _NOW_CALLED.get(name)} & tuned.keys())
         if clash:
             raise InputError(
                 f"{', '.join(clash)}: set by autofit, so it can't be given again",

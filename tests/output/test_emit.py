@@ -398,6 +398,9 @@ def test_tuned_arguments_are_not_given_twice(tmp_path):
     with pytest.raises(InputError, match="bf16, optim: set by autofit") as caught:
         setup.training_arguments(bf16=False, optim="adamw_torch", learning_rate=0.1)
     assert "--fix" in caught.value.hint
+    for former in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):  # heeded by transformers in no case
+        with pytest.raises(InputError, match=f"{former}: set by autofit"):
+            setup.training_arguments(**{former: True})
 
 
 @pytest.mark.parametrize("name", ["gradient_accumulation_steps", "mixed_precision", "gradient_accumulation_plugin"])
