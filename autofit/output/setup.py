@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import warnings
 from collections import Counter
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 
 _WEIGHTS = "it is to be a hub id, or a folder with trained weights; without it the weights are random"
+_WHOLE = "give the whole folder that `autofit tune` wrote"
+_ANEW = "ignore_mismatched_sizes"
+"""The argument of ``from_pretrained`` that its error names where a weight is of another shape than the model's."""
+_OTHER_SHAPES = f"setup.model(SOURCE, {_ANEW}=True) learns those anew, such as a head of other classes (num_labels)"
 _OTHERS = "setup.model(SOURCE, num_labels=7) takes what no plan sets; tune again with --fix to hold a value of a plan"
 _PLANNED = {
     "dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "quantization_config", "distributed_config",
@@ -95,8 +100,8 @@ class Setup:
         Raises:
             ModelError: No weights can be loaded from there, or the answer is of a script, which builds its own
                 model.
-            InputError: The config was changed since, one of ``others`` is what the plan says, or this training runs on
-                another number of processes than the answer is for.
+            InputError: The config was changed since or is gone, ``source`` is no id and no path, one of ``others`` is
+                what the plan says, or this training runs on another number of processes than the answer is for.
             MachineError: It runs on another kind of device, or on another card.
         """
         from safetensors import SafetensorError
@@ -108,6 +113,10 @@ class Setup:
                 f"the answer in {self.folder} was tuned with a script, which builds its own model",
                 hint=f"autofit run {shlex.quote(str(self.folder))} {Path(script.typed[0]).name} -- ARGS trains with it",
             )
+        if source is not None and not isinstance(source, (str, os.PathLike)):
+            raise InputError(f"setup.model was given a {type(source).__name__}", hint=_WEIGHTS)
+        if not (self.folder / MODEL_FOLDER / "config.json").is_file():
+            raise InputError(f"{self.folder / MODEL_FOLDER} has no config.json any more", hint=_WHOLE)
         if source is not None and Path(source).is_file():
             raise ModelError(f"{str(source)!r} is a file, not a folder with trained weights", hint=_WEIGHTS)
         if clash := sorted(others if source is None else _PLANNED & others.keys()):
@@ -117,13 +126,14 @@ class Setup:
             check_config(self.document, self.folder)
         try:
             built = self.recipe.model(source, config=self.folder / MODEL_FOLDER, others=others)
-        except (OSError, ValueError, SafetensorError) as error:
-            if source is None:
+        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+            mismatched = _ANEW in str(error)
+            if source is None or (isinstance(error, RuntimeError) and not mismatched):
                 raise
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise ModelError(
-                f"{str(source)!r} can't be loaded: {why}",
-                hint=_WEIGHTS,
+                f"{str(source)!r} can't be loaded: {'some of its weights have other shapes' if mismatched else why}",
+                hint=_OTHER_SHAPES if mismatched else _WEIGHTS,
             ) from error
         if source is not None:
             self._tell_other_sizes(built, source)

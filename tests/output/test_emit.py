@@ -460,6 +460,41 @@ def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
         setup.model(folder / MODEL_FOLDER / "config.json")
 
 
+def test_a_model_or_nothing_is_no_place_of_weights(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    write_config(folder / MODEL_FOLDER)
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    with pytest.raises(InputError, match=r"setup\.model was given a LlamaForCausalLM") as caught:
+        setup.model(setup.model())
+    assert "trained weights" in caught.value.hint
+
+
+def test_a_folder_that_is_gone_since_it_was_read_is_told(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    write_config(folder / MODEL_FOLDER)
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    setup.model().save_pretrained(tmp_path / "trained")
+    shutil.rmtree(folder)
+    for source in (None, tmp_path / "trained"):
+        with pytest.raises(InputError, match=r"has no config\.json any more"):
+            setup.model(source)
+
+
+def test_weights_of_other_shapes_are_told_with_the_argument_that_learns_them_anew(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    write_config(folder / MODEL_FOLDER)
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    setup.model().save_pretrained(tmp_path / "trained")
+    given = {"vocab_size": 96}
+    with pytest.raises(ModelError, match="some of its weights have other shapes") as caught:
+        setup.model(tmp_path / "trained", **given)
+    assert "ignore_mismatched_sizes=True" in caught.value.hint
+    assert setup.model(tmp_path / "trained", ignore_mismatched_sizes=True, **given).config.vocab_size == 96
+
+
 def test_weights_that_are_broken_are_told(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder)
