@@ -20,7 +20,7 @@ from autofit.costmodel.tracing.emulation.fake_kernels import BALANCED, lists_of_
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.emulation.sharded import fake_world
 from autofit.costmodel.tracing.operator_table import operator_of
-from autofit.costmodel.tracing.recorder import BY_BYTES, Recorder
+from autofit.costmodel.tracing.recorder import BY_BYTES, CONVOLVES, Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.system.errors import ModelError
 
@@ -468,6 +468,28 @@ def test_grouped_products_do_what_the_products_of_their_experts_do(dtype, groups
     assert (found.batch * found.m * found.n * found.k * 2 == found.flops).all()
     size = dtype.itemsize * (rows * wide + rows * narrow + experts * wide * narrow)
     assert found.moved_bytes.tolist() == [(size + 4 * experts) / calls] * 3
+
+
+@pytest.mark.parametrize(
+    ("norm", "width", "notes"),
+    [
+        (torch.nn.BatchNorm2d(6), 5 * 8 * 3, {CONVOLVES}),
+        (torch.nn.BatchNorm1d(6), 5 * 24, {CONVOLVES}),
+        (torch.nn.GroupNorm(2, 6), 3 * 8 * 3, set()),
+        (torch.nn.LayerNorm((8, 3)), 8 * 3, set()),
+    ],
+)
+def test_what_is_normalized_together_is_a_row(norm, width, notes):
+    """An image's width was taken for it: batch norms were told thirty times as slow as they are."""
+    images = torch.randn(5, 6, 24, requires_grad=True)
+    with recording() as recorder:
+        given = images if isinstance(norm, torch.nn.BatchNorm1d) else images.view(5, 6, 8, 3)
+        norm(given).sum().backward()
+    found = Operators.from_rows(recorder.tape(since=1).operators)
+    mine = found.kind == TIMED_KINDS.index("norm")
+    assert found.n[mine].tolist() == [width] * 2  # forward and backward
+    assert found.m[mine].tolist() == [images.numel() / width] * 2
+    assert recorder.notes == notes
 
 
 def test_labels_that_are_looked_for_are_no_experts():

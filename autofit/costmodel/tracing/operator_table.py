@@ -173,6 +173,11 @@ def calls_of(
     return each, [size / count for size in moved], count
 
 
+def normalizes_channels(func: Any) -> bool:
+    """Whether an operator is a batch norm, forward or backward."""
+    return "batch_norm" in func._schema.name
+
+
 def _moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[float]:
     tensors = [one for value in (*args, *kwargs.values()) for one in _each(value)]
     return _moved(func, args, tensors, [one for one in outputs if isinstance(one, torch.Tensor)])
@@ -216,7 +221,7 @@ def _operator_of(
     m = 1.0
     if kind in {"norm", "softmax", "reduction"}:
         widest = max(tensors, key=torch.Tensor.numel)
-        n = float(_width(name, args, widest))
+        n = _width(name, args, widest)
         m = widest.numel() / max(n, 1.0)
     return Operator(kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, m=m, n=n)
 
@@ -304,12 +309,17 @@ def _side(tensor: torch.Tensor) -> str:
     return "t" if tensor.stride(-2) == 1 and tensor.stride(-1) != 1 else "n"
 
 
-def _width(name: str, args: tuple[Any, ...], widest: torch.Tensor) -> int:
-    """Elements of a row of what is normalized or summed."""
+def _width(name: str, args: tuple[Any, ...], widest: torch.Tensor) -> float:
+    """Elements of a row of what is normalized or summed; of a batch norm a channel's, of a group norm a group's."""
+    if "batch_norm" in name:
+        return widest.numel() / widest.shape[1]
+    if "group_norm" in name:
+        _, channels, each, groups = [one for one in args if isinstance(one, int)][:4]
+        return channels * each / groups
     if "layer_norm" in name or "rms_norm" in name:
         shape = next(
             (value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], int)), None
         )
         if shape is not None:
-            return int(np.prod(shape))
-    return int(widest.shape[-1]) if widest.dim() else 1
+            return float(np.prod(shape))
+    return float(widest.shape[-1]) if widest.dim() else 1.0

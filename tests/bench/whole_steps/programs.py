@@ -9,7 +9,7 @@ family        what is built, and in what it differs from what was measured
 ``bert``      transformers' BERT with eager attention, for pre-training or SQuAD. NVIDIA's own has fused bias and GELU,
               apex' LayerNorm, FusedAdam and FusedLAMB with multi-tensor clipping
 ``causal``    transformers' GPT-2 and OPT with eager attention
-``resnet``    transformers' ResNet-50 (v1.5), channels last in 16 bits, SGD with momentum
+``resnet``    transformers' ResNet-50 (v1.5), SGD with momentum. NVIDIA's has channels last in 16 bits
 ============  =====================================================================================================
 """
 

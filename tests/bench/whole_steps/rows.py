@@ -303,7 +303,7 @@ def nvidia(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
     for row in raw:
         task = row["task"].rpartition("/")[2]
         words = f"{row['hardware']} {row['section']}"
-        common = {"source": "nvidia", "model": task, "card_name": _named_card(words), "older": True}
+        common = {"source": "nvidia", "model": task, "card_name": named_card(words), "older": True}
         if row["framework"] != "PyTorch":
             yield Step(**common, reason=f"{row['framework']}'s program and kernels")
         elif task != "BERT":
@@ -348,7 +348,7 @@ def _nvidia_bert(row: dict[str, str], common: dict[str, Any]) -> Step:
     )
 
 
-def _named_card(words: str) -> str:
+def named_card(words: str) -> str:
     """The card in words such as ``NVIDIA DGX-1 (8x V100 32GB)``, or the words."""
     named = re.search(r"(V100|A100|H100|T4)[^|>)]*?(\d\d)\s*GB?\b", words)
     if not named:
