@@ -40,7 +40,8 @@ def tried(tmp_path):
     with contextlib.closing(ForkServer(tmp_path / "server.log", "cuda")) as server:
 
         def run(more=""):
-            script, made = tmp_path / "train.py", tmp_path / "made"
+            script = tmp_path / "train.py"
+            made = tmp_path.with_name(f"{tmp_path.name}-made")  # beside the script it would be undone
             model = str(tiny_bert(tmp_path / "tiny"))
             script.write_text(SCRIPT.format(made=str(made), model=model, more=more))
             request = Request(model=str(script), device="cuda", global_batch=None, arguments=(), memory_limit="4GiB")
