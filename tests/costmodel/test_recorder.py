@@ -492,6 +492,20 @@ def test_what_is_normalized_together_is_a_row(norm, width, notes):
     assert recorder.notes == notes
 
 
+@pytest.mark.parametrize(
+    ("layer", "notes"),
+    [
+        (torch.nn.Conv2d(3, 8, 4, stride=4), set()),  # patches
+        (torch.nn.Conv2d(3, 6, 3, groups=3), {CONVOLVES}),
+        (torch.nn.Conv1d(4, 4, 3, groups=4), set()),  # Mamba's
+    ],
+)
+def test_a_network_of_convolutions_is_told_from_one_that_has_some(layer, notes):
+    with recording() as recorder:
+        layer(torch.randn(2, layer.in_channels, *[16] * len(layer.kernel_size)))
+    assert recorder.notes == notes
+
+
 def test_labels_that_are_looked_for_are_no_experts():
     recorder = Recorder(fake=True, stand_ins=without_values())
     with FakeTensorMode(), recorder:

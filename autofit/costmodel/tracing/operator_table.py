@@ -48,6 +48,8 @@ _WRITES_ONLY = frozenset({
     "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like",
     "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like",
 })  # fmt: skip
+_IMAGES = 4
+"""Dimensions of images, and of what convolves them."""
 _PICKS = ("nll_loss",)
 """Reads of its first tensor only what its second points at; what it makes it writes."""
 
@@ -173,8 +175,10 @@ def calls_of(
     return each, [size / count for size in moved], count
 
 
-def normalizes_channels(func: Any) -> bool:
-    """Whether an operator is a batch norm, forward or backward."""
+def is_convolutional(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether networks of convolutions alone have such an operator: a batch norm, a depthwise convolution of images."""
+    if func is torch.ops.aten.convolution.default:
+        return args[1].dim() == _IMAGES and int(args[-1]) > 1
     return "batch_norm" in func._schema.name
 
 

@@ -23,7 +23,7 @@ from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.emulation.in_place import add, only_writes
 from autofit.costmodel.tracing.emulation.said_values import follow_number, question, said_value
-from autofit.costmodel.tracing.operator_table import calls_of, collective_of, normalizes_channels
+from autofit.costmodel.tracing.operator_table import calls_of, collective_of, is_convolutional
 from autofit.costmodel.tracing.tape_writer import TapeWriter
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 from autofit.costmodel.tracing.work import by_rows, work_of
@@ -38,7 +38,7 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _ADD = torch.ops.aten.add_.Tensor
 _META = torch.device("meta")
 BY_BYTES = "layers with kernels of other packages are taken to be as fast as the bytes they move: less is known of them"
-CONVOLVES = "less is known of networks with batch norms: published trainings of ResNet-50 took 0.8 to 1.8 times as long"
+CONVOLVES = "less is known of convolutional networks: published trainings of ResNet-50 took 0.8 to 1.8 times as long"
 StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -178,7 +178,7 @@ class Recorder(TapeWriter, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counted is None:
             kind, flops, moved = work_of(func, args, kwargs, result, outputs)
             one, each, calls = calls_of(func, args, kwargs, outputs, flops, groups=self.groups)
-            self.notes |= {CONVOLVES} if normalizes_channels(func) else set()
+            self.notes |= {CONVOLVES} if is_convolutional(func, args) else set()
             counted = KINDS.index(kind), by_rows(self.rows, flops, moved), self.operators.index_of(one, each), calls
             if key is not None:
                 self._counted[key] = counted
