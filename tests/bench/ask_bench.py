@@ -8,8 +8,8 @@ is counted alone, in seconds of the clock and of the processors; a tune of a doz
 """
 
 import argparse
-import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -40,12 +40,12 @@ def wide(facts, count):
     others = [name for name in narrow.domains if name not in SPLIT]
     values = {name: tuple(choice.value for choice in technique(name).choices(facts)) for name in others}
     splits = sorted({tuple(plan[name] for name in SPLIT) for plan in narrow.plans})
-    every = itertools.product(*values.values(), splits)
-    step = int(np.prod([len(one) for one in values.values()])) * len(splits) // count  # spread over all of them
-    plans = [
-        Plan({**dict(zip(SPLIT, split, strict=True)), **dict(zip(others, combination, strict=True))})
-        for *combination, split in itertools.islice(every, 0, None, max(step, 1))
-    ][:count]
+    sizes = [len(splits), *map(len, values.values())]
+    places = np.unique(np.linspace(0, math.prod(sizes) - 1, count).astype(np.int64))  # spread over all of them
+    plans = []
+    for split, *chosen in zip(*np.unravel_index(places, sizes), strict=True):
+        others_of = {name: values[name][one] for name, one in zip(others, chosen, strict=True)}
+        plans.append(Plan({**dict(zip(SPLIT, splits[split], strict=True)), **others_of}))
     domains = {name: tuple(dict.fromkeys(plan[name] for plan in plans)) for name in (*SPLIT, *others)}
     priors = {
         name: {value: technique(name).prior(value, facts) for value in domain} for name, domain in domains.items()

@@ -13,6 +13,7 @@ It ends with status 1 where a bound is broken; the last line is one JSON object.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -128,6 +129,15 @@ class Ready(Silent):
         self.at, self.known = time.process_time(), known
 
 
+class Unread:
+    """In the server's place: nobody reads what was written for a card that is not here."""
+
+    @contextlib.contextmanager
+    def ask(self, *_):
+        """No error."""
+        yield {"error": None}
+
+
 def go(folder: Path, name: str, trials: int, *, resume: bool = False) -> tuple[float, int]:
     """One tune; the seconds until it was ready, and how many trials it knew then."""
     searcher.Searcher = Watched
@@ -135,12 +145,11 @@ def go(folder: Path, name: str, trials: int, *, resume: bool = False) -> tuple[f
     sampler.MIN_TRIALS = 10**9
     posterior._EXCLUDE_STDS = 1e9
     runner, events = Kept(land()), Ready()
-    backend = Recorded(None, runner)
     runner.folder = folder
     began = time.process_time()
     tune(
         "demo", output=folder, global_batch=64, seq_len=1024, allow="exact,numeric,method", fix=KNOBS, trials=trials,
-        sampler=name, backend=backend, events=events, resume=resume,
+        sampler=name, backend=Recorded(Unread(), runner), events=events, resume=resume,
     )  # fmt: skip
     return events.at - began, events.known
 
