@@ -105,6 +105,7 @@ class Accumulation(Technique):
         line = "have the Trainer divide the loss over the accumulation: model = setup.model(...)"
         return Emission(
             training_args={"gradient_accumulation_steps": int(value)},
+            decides=("accelerator_config.gradient_accumulation_kwargs.num_steps",),
             script=(line,) if _adds_up(value, facts) else (),
             otherwise={"axolotl": _BY_MICRO_BATCH} if int(value) > 1 else {},
         )

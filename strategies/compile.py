@@ -144,6 +144,7 @@ class Compile(Technique):
                 "torch_compile_backend": "inductor" if whole else None,
                 "torch_compile_mode": mode if whole else None,
             },
+            decides=("dynamo_backend", "dynamo_plugin"),
         )
 
     def word(self, value: Value) -> str | None:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 
 _EVALUATED_LOGITS_BYTES = 512 * 2**20
+_OTHER_ROWS = (
+    "auto_find_batch_size", "split_batches", "accelerator_config.split_batches", "dataloader_config.split_batches",
+)  # fmt: skip
+"""Arguments of a Trainer and of an ``Accelerator`` by which a process trains on fewer rows at once."""
 
 
 def evaluated_rows(rows: int, facts: Facts) -> int:
@@ -132,7 +136,7 @@ class MicroBatch(Technique):
             arguments["per_device_eval_batch_size"] = told or evaluated_rows(rows, facts)
         elif 0 < told < script.evaluated_rows:  # else what it evaluates at once is its own
             arguments["per_device_eval_batch_size"] = told
-        return Emission(training_args=arguments)
+        return Emission(training_args=arguments, decides=_OTHER_ROWS)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""

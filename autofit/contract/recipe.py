@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autofit.contract.emission import Emission
-from autofit.system.errors import InputError
 from autofit.system.tensor_cache import TensorCache as TensorCache  # noqa: PLC0414 - techniques are handed one
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 ModelWrap = Callable[["PreTrainedModel"], "PreTrainedModel"]
 Collate = Callable[..., Any]
 OptimizerWrap = Callable[["torch.optim.Optimizer"], "torch.optim.Optimizer"]
-_NOW_CALLED = {f"gradient_checkpointing{more}": f"activation_checkpointing{more}" for more in ("", "_kwargs")}
-"""Fields that transformers takes by their former names, too, and heeds only where the new ones are not set."""
 
 
 def ground(facts: Facts) -> Emission:
@@ -58,7 +55,7 @@ def ground(facts: Facts) -> Emission:
         accelerate["machine_rank"] = 0
     if facts.workload.processes > 1 and nodes == 1:
         accelerate["main_process_port"] = 0  # a free one, so that two trainings on a machine don't meet
-    return Emission(accelerate=accelerate, training_args={"use_cpu": on_cpu}, script=script)
+    return Emission(accelerate=accelerate, training_args={"use_cpu": on_cpu}, decides=("cpu",), script=script)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +124,7 @@ class Recipe:
         self.emission = Emission(
             accelerate={**self.emission.accelerate, **emission.accelerate},
             training_args={**self.emission.training_args, **emission.training_args},
+            decides=self.emission.decides + emission.decides,
             script=self.emission.script + emission.script,
         )
 
@@ -153,18 +151,13 @@ class Recipe:
         """``TrainingArguments`` with every tuned field, and ``others`` for what is not tuned.
 
         Raises:
-            InputError: One of ``others`` is a tuned field.
+            InputError: One of ``others`` is what the plan says, or no field.
         """
         from transformers import TrainingArguments
 
-        tuned = self.emission.training_args
-        clash = sorted(name for name in others if {name, _NOW_CALLED.get(name)} & tuned.keys())
-        if clash:
-            raise InputError(
-                f"{', '.join(clash)}: set by autofit, so it can't be given again",
-                hint="tune again with --fix to hold a value, or change the field of the returned arguments",
-            )
-        return TrainingArguments(**{**tuned, **others})
+        instead = "tune again with --fix to hold a value, or change the field of the returned arguments"
+        self.emission.check_beside(others, TrainingArguments, instead)
+        return TrainingArguments(**{**self.emission.training_args, **others})
 
     def model(
         self, source: str | Path | None, *, config: Path, device: str | None = None, others: Mapping[str, Any] = {}

@@ -182,11 +182,20 @@ class Setup:
         Args:
             model: From :meth:`model`.
             others: Untuned fields of ``TrainingArguments``, such as ``learning_rate`` and ``weight_decay``.
+
+        Raises:
+            InputError: ``model`` is no model; or one of ``others`` is what the plan says, or no such field.
         """
+        _check_model(model, "optimizer")
         return self.recipe.optimizer(model, **others)
 
     def watch(self, model: PreTrainedModel) -> Watch:
-        """Watch a training, to tell afterwards whether every knob took effect."""
+        """Watch a training, to tell afterwards whether every knob took effect.
+
+        Raises:
+            InputError: ``model`` is no model.
+        """
+        _check_model(model, "watch")
         return Watch(self, model)
 
     def accelerator(self, **others: Any) -> Accelerator:
@@ -194,18 +203,19 @@ class Setup:
 
         Raises:
             AutofitError: As for :meth:`model`, of the processes and the device.
-            InputError: One of ``others`` is what the plan says.
+            InputError: One of ``others`` is what the plan says, or no argument of an ``Accelerator``.
         """
+        from accelerate import Accelerator
+
         self.check()
+        instead = "tune again with --fix to hold a value, or make an Accelerator of your own"
         plugin = others.get("gradient_accumulation_plugin")
-        clash = sorted({"gradient_accumulation_steps", "mixed_precision"} & others.keys())
-        if plugin is not None and plugin.num_steps != self.accumulation:
-            clash.append(f"gradient_accumulation_plugin with num_steps={plugin.num_steps}")
-        if clash:
-            raise InputError(
-                f"{', '.join(clash)}: set by autofit, so it can't be given again",
-                hint="tune again with --fix to hold a value, or make an Accelerator of your own",
-            )
+        planned = {"num_steps": self.accumulation, "sync_each_batch": self.recipe.sync_each_batch}
+        differing = [] if plugin is None else [name for name in planned if getattr(plugin, name) != planned[name]]
+        if differing:
+            said = f"gradient_accumulation_plugin with {differing[0]}={getattr(plugin, differing[0])}"
+            raise InputError(f"{said}: set by autofit, so it can't be given again", hint=instead)
+        self.recipe.emission.check_beside(others, Accelerator, instead)
         return self.recipe.accelerator(**others)
 
     def training_arguments(self, **others: Any) -> TrainingArguments:
@@ -213,6 +223,7 @@ class Setup:
 
         Raises:
             AutofitError: As for :meth:`model`, of the processes and the device.
+            InputError: One of ``others`` is what the plan says, or no field.
         """
         self.check()
         return self.recipe.training_arguments(**others)
@@ -224,6 +235,15 @@ class Setup:
             AutofitError: As for :meth:`model`, of the processes and the device.
         """
         check_same_machine(self.recipe.facts, self.folder, any_hardware=self.any_hardware)
+
+
+def _check_model(model: object, of: str) -> None:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"setup.{of} was given a {type(model).__name__}", hint="give it the model that setup.model(...) made"
+        )
 
 
 class Watch:

@@ -122,8 +122,8 @@ def of_option(option: str) -> Iterator[None]:
         raise type(error)(f"{option} {error.message}", hint=error.hint) from error
 
 
-def near(word: str, known: Iterable[object]) -> str:
-    """Words for a hint: the known name nearest to ``word``, or all of them.
+def near(word: str, known: Iterable[object], unlike: str = "") -> str:
+    """Words for a hint: the known name nearest to ``word``, or ``unlike``, or all of them.
 
     >>> near("micro_bach", ["micro_batch", "offload"])
     'did you mean micro_batch?'
@@ -132,4 +132,4 @@ def near(word: str, known: Iterable[object]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
-    return "known: " + ", ".join(names) if names else "none is known here"
+    return unlike or "known: " + ", ".join(names) if names else "none is known here"

@@ -37,7 +37,7 @@ from autofit.contract.layout import context_ranks, engine_of, layout_of, why_not
 from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique, divisors, replacing
 
 from . import context, tensor, zero
-from .emitted import accelerate_keys, differs_elsewhere, settings_elsewhere
+from .emitted import ENGINES, accelerate_keys, differs_elsewhere, settings_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,6 +91,7 @@ class Parallel(Technique):
             script, elsewhere = (context.LINE.format(multiple),), {"sft": {"pad_to_multiple_of": multiple}}
         return Emission(
             accelerate=accelerate_keys(value, plan, facts),
+            decides=ENGINES,
             script=script,
             elsewhere=elsewhere,
             otherwise=differs_elsewhere(value, plan, facts),

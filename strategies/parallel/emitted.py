@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _PREFIX = "parallelism_config_"
 _MAX_NORM = 1.0
 """Of gradients, a Trainer's default; it refuses another number than its own."""
+ENGINES = (
+    "fsdp", "fsdp_config", "fsdp_plugin", "deepspeed", "deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin",
+    "megatron_lm_plugin", "parallelism_config",
+)  # fmt: skip
+"""Arguments of a Trainer and of an ``Accelerator`` that stand over the YAML's engine."""
 
 
 def accelerate_keys(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The emitted files: whole or absent, taken by the libraries that read them, and the same when read back."""
 
 import copy
+import functools
 import json
 import os
 import shutil
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 import yaml
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 import autofit
 from autofit import registry, space
@@ -403,13 +406,78 @@ def test_tuned_arguments_are_not_given_twice(tmp_path):
             setup.training_arguments(**{former: True})
 
 
-@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "mixed_precision", "gradient_accumulation_plugin"])
-def test_what_the_plan_says_of_an_accelerator_is_not_given_twice(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("gradient_accumulation_steps", 2),
+        ("mixed_precision", "bf16"),
+        ("gradient_accumulation_plugin", GradientAccumulationPlugin(num_steps=2)),
+        ("gradient_accumulation_plugin", GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)),
+        ("cpu", False),
+        ("dynamo_backend", "inductor"),
+        ("fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2)),
+        ("dataloader_config", DataLoaderConfiguration(split_batches=True)),
+    ],
+)
+def test_what_the_plan_says_of_an_accelerator_is_not_given_twice(tmp_path, name, given):
     folder = output_folder(tmp_path / "out")
     written(folder, accumulation=4)
-    given = GradientAccumulationPlugin(num_steps=2) if name.endswith("plugin") else 2
     with pytest.raises(InputError, match=rf"{name}.*: set by autofit"):
         autofit.load(folder, any_hardware=True).accelerator(**{name: given})
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("auto_find_batch_size", True),
+        ("fsdp", "full_shard"),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}),
+        ("accelerator_config", {"gradient_accumulation_kwargs": {"num_steps": 4}}),
+        ("accelerator_config", AcceleratorConfig(split_batches=True)),
+    ],
+)
+def test_arguments_that_train_by_another_plan_are_not_given(tmp_path, name, given):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    with pytest.raises(InputError, match=rf"{name}.*: set by autofit"):
+        setup.training_arguments(output_dir=str(tmp_path / "run"), **{name: given})
+
+
+def test_what_no_plan_decides_is_given_in_the_same_settings(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    args = setup.training_arguments(output_dir=str(tmp_path / "run"), accelerator_config={"even_batches": False})
+    assert args.accelerator_config.even_batches is False
+    with like_a_process_of_its_own():
+        given = DataLoaderConfiguration(even_batches=False)
+        assert setup.accelerator(dataloader_config=given, log_with=None).even_batches is False
+
+
+def test_what_no_argument_is_called_is_told_with_the_nearest_name(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    for call in (setup.training_arguments, functools.partial(setup.optimizer, torch.nn.Linear(1, 1))):
+        with pytest.raises(InputError, match="TrainingArguments has no argument learning_rat") as caught:
+            call(learning_rat=0.1)
+        assert caught.value.hint == "did you mean learning_rate?"
+    with pytest.raises(InputError, match="TrainingArguments has no argument lr") as caught:
+        setup.training_arguments(lr=0.1)
+    assert caught.value.hint == "help(TrainingArguments) tells its arguments"
+    with pytest.raises(InputError, match="Accelerator has no argument logwith") as caught:
+        setup.accelerator(logwith="wandb")
+    assert caught.value.hint == "did you mean log_with?"
+
+
+@pytest.mark.parametrize("call", [Setup.optimizer, Setup.watch])
+def test_what_is_no_model_is_told(tmp_path, call):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    with pytest.raises(InputError, match=r"setup\.(optimizer|watch) was given a str") as caught:
+        call(autofit.load(folder, any_hardware=True), "Qwen/Qwen2.5-0.5B")
+    assert "setup.model" in caught.value.hint
 
 
 def test_the_environment_does_not_stand_over_the_plans_accumulation(tmp_path, monkeypatch):
