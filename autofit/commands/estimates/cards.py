@@ -348,7 +348,7 @@ def _notes(
         said.append(f"tight: the card has not {MARGIN:.0%} more than the plan needs, so that it is not ranked")
     if spread := max((row.high for row in rows if row.high), default=None):
         on_host = not together and any(row.low == 0 for row in rows)
-        slow = max(row.slow_host for row in rows)
+        slow = max(row.high * row.slow_host for row in rows if row.high) / spread  # down to the least low of them
         said.append(f"speeds are {range_words(spread, processes=world.processes, on_host=on_host, slow_host=slow)}")
     if prices and (without := [row.card for row in rows if row.price is None]):
         said.append(f"no price was given for {', '.join(without)}")

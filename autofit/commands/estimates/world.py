@@ -84,7 +84,7 @@ def range_words(spread: float, *, processes: int, on_host: bool, slow_host: floa
             not, as is usual, in 8.
     """
     several, waits = processes > 1, slow_host > _HARDLY
-    least = f"{1 / spread / slow_host:.2f} (slow host)" if waits else f"{1 / spread:.2f}"
+    least = f"{1 / spread / slow_host:.2f}{' (slow host)' * waits}"
     return (
         f"predicted{', not measured' * (not waits)}: four trainings of five{' on one card' * several} lie within "
         f"{least} to {spread:.2f} times them{'; how far the link between cards is off is not known' * several}"

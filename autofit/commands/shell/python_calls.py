@@ -72,7 +72,7 @@ _PATH = (str, os.PathLike)
 _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
     "folder": (_PATH, "the path of a folder"),
     "output": ((*_PATH, NoneType), "the path of a folder"),
-    "gpu": ((str, NoneType), "the name of a card"),
+    "gpu": ((str, NoneType), "the name of a card, one in each call"),
     "memory": ((str, int, float, NoneType), "a size, such as '24GiB'"),
     "arguments": ((list, tuple), "a list of texts"),
     "tolerance": ((int, float, NoneType), "a share from 0 to 1"),
