@@ -152,9 +152,21 @@ def check_request(request: Request, settings: Search) -> None:
     check_sampler(settings.sampler)
     if settings.on is not None:
         check_address(settings.on)
-    if settings.record is not None and not settings.record.absolute().parent.is_dir():
-        raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
+    if settings.record is not None:
+        _check_record(settings.record)
     space.parse_allowed(settings.allowed)
+
+
+def _check_record(record: Path) -> None:
+    """Refuse a recording that can't be written.
+
+    Raises:
+        InputError: Its folder is not there, or it is a folder.
+    """
+    if not record.absolute().parent.is_dir():
+        raise InputError(f"--record {str(record)!r}: no folder to write into", hint="make it first")
+    if record.is_dir():
+        raise InputError(f"--record {str(record)!r} is a folder", hint="name a file in it, such as trials.jsonl")
 
 
 def _check_nodes(request: Request, settings: Search) -> None:

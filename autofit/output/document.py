@@ -16,6 +16,7 @@ from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
+from autofit.output.text import one_line
 from autofit.registry import check_values, converted
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system import strict_json
@@ -179,7 +180,10 @@ def read_document(folder: str | Path) -> Document:
         ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
-    found = raw.get("format") if isinstance(raw, dict) else None
+    if not isinstance(raw, dict):
+        said = f"{path} can't be read: it holds {one_line(text, 20) or 'nothing'}, and no answer"
+        raise InputError(said, hint="tune again, or with --resume in that folder")
+    found = raw.get("format")
     if found != FORMAT:
         raise InputError(
             f"{path} has format {found!r}, this version reads {FORMAT}", hint="read it with the version that wrote it"

@@ -63,10 +63,10 @@ def emit(document: Document, folder: Path, report: str, check: Callable[[Path], 
     write_atomically(aside / REPORT, report)
     write_atomically(aside / DOCUMENT_FILE, dump_json(DOCUMENT, document))
     check(aside)
-    with writing(folder):
-        for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
+    for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
+        with writing(folder / name):
             (aside / name).replace(folder / name)
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def edited_settings(document: Document, folder: Path) -> list[str]:

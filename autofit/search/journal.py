@@ -17,6 +17,7 @@ from optuna.storages.journal._file import BaseJournalFileLock
 from autofit.system.locks import WaitingLock
 
 JOURNAL_FILE = "journal.log"
+JOURNAL_LOCK_FILE = f"{JOURNAL_FILE}.lock"
 
 
 class JournalLock(WaitingLock, BaseJournalFileLock):

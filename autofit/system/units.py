@@ -95,18 +95,24 @@ def parse_price(text: str) -> float:
     return float(match[1])
 
 
+_MOST_TOKENS = 1e18
+
+
 def parse_tokens(given: str | float) -> float:
     """Tokens of a training from ``1e9`` or ``500000000``.
 
     Raises:
-        InputError: They are no number above zero.
+        InputError: They are no number from 1 to 1e18, ten thousand times what any model was trained on.
     """
     try:
         tokens = float(given)
     except (TypeError, ValueError):
         tokens = math.nan
-    if not (tokens > 0 and math.isfinite(tokens)):
-        raise InputError(f"--tokens {given!r} is no number of tokens above zero", hint="write it like 1e9 or 500000000")
+    if not 1 <= tokens <= _MOST_TOKENS:
+        raise InputError(
+            f"--tokens {given!r} is no number of tokens from 1 to {_MOST_TOKENS:.0e}",
+            hint="write it like 1e9 or 500000000",
+        )
     return tokens
 
 

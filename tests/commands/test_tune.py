@@ -282,6 +282,28 @@ def test_what_others_have_written_is_not_touched(tune, out, name):
         assert names(out) == [name.partition("/")[0]]
 
 
+@pytest.mark.parametrize(
+    ("name", "link", "words"),
+    [
+        ("journal.log", None, "is a folder, and a file of that name"),
+        ("journal.log.lock", None, "is a folder, and a file of that name"),
+        ("journal.log", "/dev/zero", "is no file, and a file of that name"),  # which would be read without end
+        ("report.html", None, "is a folder, and a file of that name"),
+        ("trials", "/no/such/folder", "is a link to /no/such/folder, which is not there, and a folder of that name"),
+    ],
+)
+def test_a_folder_where_a_file_is_to_be_written_is_told_before_anything_is_tried(tune, out, name, link, words):
+    out.mkdir()
+    (out / ".lock").write_text("")
+    if link is None:
+        (out / name).mkdir()
+    else:
+        (out / name).symlink_to(link)
+    with pytest.raises(InputError, match=f"{name} {words}"):
+        tune(Replay(out), trials=1, resume=True)
+    assert names(out) == [".lock", name]
+
+
 def test_a_folder_with_other_things_is_left_as_it_was_where_nothing_begins(tune, out):
     (out / "src").mkdir(parents=True)
     (out / "src" / "mine.py").write_text("precious")

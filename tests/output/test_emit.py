@@ -278,10 +278,11 @@ def test_the_schema_says_no():
 BAD_DOCUMENTS = {
     "none": (None, "holds no autofit.json"),
     "empty": ("", "can't be read"),
+    "null": ("null", "can't be read: it holds null"),
     "torn": ('{"format": 2, "plan"', "can't be read"),
     "binary": ("\x00\x01", "can't be read"),
     "deep": ("[" * 100_000, "can't be read"),
-    "a list": ("[]", "format None"),
+    "a list": ("[]", "can't be read: it holds []"),
     "of tomorrow": ('{"format": 3}', "format 3, this version reads 2"),
     "a word for a format": ('{"format": "1"}', "format '1'"),
     "without a plan": ('{"format": 2}', "is not valid at"),

@@ -159,7 +159,7 @@ def estimate_cards(
 
     Raises:
         InputError: A card is unknown or named twice, a price is for a card that is not asked about, or is no price, the
-            tokens are no number above zero, or another argument can't be used.
+            tokens are no number from 1 to 1e18, or another argument can't be used.
         ModelError: The model can't be read, or is none for the task.
         MachineError: A helper process can't be started.
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autofit.commands.estimates.plans import Estimated
-from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES, names_in, remove_answer
+from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES, check_kinds, names_in, remove_answer
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Promise
 from autofit.costmodel.families import speed_range
@@ -62,6 +62,7 @@ def estimate_folder(output: str | Path) -> Iterator[Path]:
                 hint="name a new or an empty folder by --output",
             )
         ours = True
+        check_kinds(folder, there)
     usable_folder(folder)
     with held(folder / LOCK, f"another estimate is writing {folder}", "give each its own --output"):
         try:

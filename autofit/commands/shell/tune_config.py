@@ -57,6 +57,9 @@ def read_config(context: click.Context, _parameter: click.Parameter, path: str |
 
     from autofit.commands.shell.options_file import parse
 
+    if Path(path).is_dir():  # as is the empty path
+        said = f"{path!r} is a folder" if path else "names no file"
+        raise InputError(f"--config {said}", hint=f"give a {CONFIG} of a tune")
     try:
         found = parse(Path(path).read_text("utf-8"))
     except (OSError, ValueError, YAMLError) as error:

@@ -13,7 +13,7 @@ from autofit.commands.shell.tune_config import CONFIG
 from autofit.costmodel.tracing.trace_store import TRACES
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
-from autofit.search.journal import JOURNAL_FILE
+from autofit.search.journal import JOURNAL_FILE, JOURNAL_LOCK_FILE
 from autofit.system.errors import InputError
 from autofit.system.files import LEDGER_FILE, put_back
 from autofit.system.forking.server import FAILED_JOB_LOG
@@ -21,10 +21,12 @@ from autofit.system.forking.server import FAILED_JOB_LOG
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 _WRITTEN = {
-    MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL_FILE, CONFIG
+    MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL_FILE, JOURNAL_LOCK_FILE,
+    CONFIG,
 }  # fmt: skip
 BEGUN = {REQUEST, LOCK}
 """One of these is in every folder that a tune has written to."""
+_FOLDERS = {MODEL_FOLDER, TRIALS, TRACES}
 CONFIG_FILES = {MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT}
 """What an answer is made of, a tune's or an estimate's."""
 
@@ -74,7 +76,30 @@ def names_before(folder: Path) -> frozenset[str] | None:
             f"{folder} holds {', '.join(clash)}, which no tune wrote: it would be written over",
             hint="name a new or an empty folder by --output",
         )
+    check_kinds(folder, there)
     return there
+
+
+def check_kinds(folder: Path, there: Collection[str]) -> None:
+    """Refuse a folder that has something else where a file or a folder is to be written: a device reads without end.
+
+    Args:
+        folder: The output folder.
+        there: The names in it.
+
+    Raises:
+        InputError: A file's name is that of a folder or a device, or a folder's that of something else.
+    """
+    for name in sorted(_WRITTEN | BEGUN):
+        path, wants_folder = folder / name, name in _FOLDERS
+        if name not in there or (path.is_dir() if wants_folder else path.is_file() or not path.exists()):
+            continue
+        found = "a folder" if path.is_dir() else "a file" if path.is_file() else "no file"
+        found = f"a link to {path.readlink()}, which is not there" if not path.exists() else found
+        raise InputError(
+            f"{path} is {found}, and {'a folder' if wants_folder else 'a file'} of that name is written",
+            hint="move it away, or name another folder by --output",
+        )
 
 
 def remove_unstarted_output(folder: Path, *, whole: bool, but: Collection[str]) -> None:
