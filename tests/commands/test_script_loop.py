@@ -446,21 +446,20 @@ for (rows,) in loader:
     {then}
 """
 SLOPES = """
-balance = 1.0
+balance = [1.0]
 
 def slope(rows):
     return torch.autograd.grad(model(rows).sum(), model.weight, create_graph=True)[0].square().mean() / len(rows) ** 2
 
 def weight(rows):
-    global balance
-    balance *= 1.5 - slope(rows).item()
-    return balance
+    balance.extend([balance[-1] * (1.5 - slope(rows).item())])  # no text is read for that
+    return balance[-1]
 """
 SEEN = """
 kept = [1.0]
 
 def seen(given):
-    kept.append(given.mean().item())
+    kept.extend([given.mean().item()])
     return given.square().mean() * len(kept)
 """
 SUM, TOGETHER, CHANGED = (
@@ -549,8 +548,11 @@ def replace():
 """
 WRITES = "changes its model's weights with each batch"
 RATES = """
+import itertools
+numbers = itertools.count(1)
+
 def rated():
-    optimizer.param_groups[0]["lr"] = 1e-3 / steps
+    optimizer.param_groups[0]["lr"] = 1e-3 / next(numbers)
 """
 SQUARED = "model(rows).square().mean()"
 AVERAGED, BUFFER = "where it averages these", "changes its running with each micro-batch"
@@ -646,5 +648,91 @@ LOGGED = "told = {}; told['lr'] = optimizer.param_groups[0]['lr']"
 def test_a_loop_that_trains_by_the_number_of_its_batches_keeps_its_split(described, parts, why):
     """As where it weighs a part of its loss by how many came, or trains otherwise with each sixteenth."""
     text = NUMBER.format(**{"before": "pass", "then": "pass", "last": "pass", "after": "pass", **parts})
+    split = described(PREPARED + text)["script"]["own_split"]
+    assert split is why or why in split
+
+
+FOLLOWED = """
+total, counts, losses, state = 0, 0, [], {{"count": 0}}
+
+def decay():
+    for group in optimizer.param_groups: group['lr'] *= 0.5
+
+def rate_of(number):
+    optimizer.param_groups[0]['lr'] = 1e-3 * 0.9 ** (number // 64)
+
+def over():
+    return total >= 40
+
+def share():
+    global counts
+    counts += 1
+    return min(1.0, counts / 16)
+
+def noise():
+    for one in model.parameters(): one.data.add_(0.01)
+
+def evaluate():
+    with torch.no_grad(): return model(rows).mean().item()
+
+class Fit:
+    def __init__(self):
+        self.made, self.steps, self.sum, self.kept = 0, 0, 0.0, []
+
+    def one(self, place, loss):
+        self.made += 1
+        self.sum += loss.item()
+        self.kept.append(loss.item())
+        if accelerator.sync_gradients: self.steps += 1
+        if place % 64 == 63:
+            print(self.sum / self.made, len(self.kept))
+            self.kept = []
+
+fit, mean = Fit(), None
+for place, (rows,) in enumerate(loader):
+    {before}
+    with accelerator.accumulate(model):
+        loss = model(rows).square().mean()
+        {then}
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    {after}
+"""
+ADDS, LEAVES = "total += 1", "when to leave its loop"
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    slow_but(
+        {"function", "a flag", "method that is no matter"},
+        {
+            "function": ({"after": "if place % 64 == 63: decay()"}, OTHERWISE),
+            "number that a function is given": ({"after": "if place % 64 == 63: rate_of(place)"}, OTHERWISE),
+            "number that a function takes": ({"after": "rate_of(number=place)"}, OTHERWISE),
+            "function that counts": ({"then": "loss = loss * share()"}, OTHERWISE),
+            "method that counts": ({"after": "fit.one(place, loss)\n    if fit.made > 40: decay()"}, OTHERWISE),
+            "method that is no matter": (
+                {"after": "fit.one(place, loss)\n    if fit.steps > 40: decay()\n    if fit.steps > 50: break"}, None,
+            ),
+            "evaluation": ({"after": "if place % 64 == 63: print(evaluate())"}, None),
+            "noise": ({"after": "if place % 64 == 63: noise()"}, OTHERWISE),
+            "dictionary": ({"before": "state['count'] += 1", "then": "loss *= 1 + state['count']"}, OTHERWISE),
+            "list": ({"after": "losses.append(loss.item())\n    if len(losses) % 64 == 63: decay()"}, OTHERWISE),
+            "trigger": ({"before": ADDS, "after": "if total == 40: accelerator.set_trigger()"}, OTHERWISE),
+            "a flag": ({"before": ADDS, "after": "stops = total >= 40\n    if stops: break"}, LEAVES),
+            "a function's word": ({"before": ADDS, "after": "if over(): break"}, LEAVES),
+            "an error": ({"before": ADDS, "after": "if total >= 40: raise SystemExit"}, LEAVES),
+            "running mean": (
+                {"after": "mean = loss if mean is None else 0.9 * mean + 0.1 * loss\n    if mean < 1e-6: break"},
+                LEAVES,
+            ),
+            "a loss that is none": ({"after": "losses.append(1)\n    if not loss.isfinite(): break"}, None),
+        },
+    ),
+)  # fmt: skip
+def test_the_number_of_batches_is_followed_into_what_a_loop_computes_and_calls(described, parts, why):
+    """A function of the script's, one level deep; a flag, a list or a progress bar that tells it."""
+    text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
     split = described(PREPARED + text)["script"]["own_split"]
     assert split is why or why in split

@@ -6,9 +6,10 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
@@ -16,11 +17,18 @@ _TAKES = "it takes by the number of its batches what belongs to each, as by {} (
 _TRAINS = "it trains otherwise by the number of its batches, or by what it sums up of each (line {} of {})"
 _STEPS = {"backward", "step", "requires_grad_"}
 """Methods that train by what they are given."""
-_SETS = {*_STEPS, "zero_grad", "load_state_dict", "add_param_group", "clip_grad_norm_", "clip_grad_value_"}
-"""Methods, and functions of PyTorch, that change what is trained."""
+_SETS = {
+    *_STEPS, "zero_grad", "load_state_dict", "add_param_group", "clip_grad_norm_", "clip_grad_value_",
+    "update_parameters", "set_trigger",
+}  # fmt: skip
+"""Methods, and functions of PyTorch and Accelerate, that change what is trained, or until when."""
+_WEIGHTS = ("parameters(", "state_dict(")
+"""How a text takes a model's weights one by one."""
 _GROUPS = "param_groups"
 """What an optimizer calls its learning rates and the like."""
-_LEAVE = (ast.Break, ast.Continue, ast.Return)
+_LEAVE = (ast.Break, ast.Continue, ast.Return, ast.Raise)
+_READ = (ast.Name, ast.Attribute, ast.Subscript)
+_SETTING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _Loop = ast.For | ast.While
 
 
@@ -46,70 +54,181 @@ def by_its_number(frame: FrameType, path: Path, *, counts: bool) -> str | None:
     if not loops:
         return None
     inner: Any = loops[-1]
-    added = (one for one in _at_each_batch(inner) if isinstance(one, ast.AugAssign))
-    names = {ast.unparse(one.target) for one in added if not _at_a_step(one.value)}
+    text = _Text([*_at_each_batch(inner)])
+    names = {name for one in text.every if isinstance(one, ast.AugAssign) and _goes_on(one) for name in _targets(one)}
     if counts and isinstance(inner.target, ast.Tuple):
         names.add(ast.unparse(inner.target.elts[0]))
+    _count(text, inner, names, frame)
     for one in _decisions(loops[0], loops):
-        if names & {ast.unparse(part) for part in ast.walk(one.test) if isinstance(part, ast.Name | ast.Attribute)}:
+        if text.reads(one.test):
             return _COUNTED.format(one.lineno, path.name)
-    read: Iterator[Any] = (one for one in _at_each_batch(inner) if isinstance(one, ast.Subscript))
-    for part in read:
-        counted = isinstance(part.ctx, ast.Load) and ast.unparse(part.slice) in names
-        if counted and _is_there(part.value, frame, inner):
+    for part in text.every:
+        counted = isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load)
+        if counted and ast.unparse(part.slice) in names and _is_there(part.value, frame, inner):
             return _TAKES.format(ast.unparse(part), part.lineno, path.name)
-    if line := _trains_by(inner, names, frame):
+    if line := text.line():
         return _TRAINS.format(line, path.name)
     return next((_COUNTED.format(one.lineno, path.name) for one in inner.body if isinstance(one, ast.Break)), None)
 
 
-def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
-    """The line in which a loop trains by the number of its batches: what it steps or computes gradients of, and when.
+def _count(text: _Text, loop: Any, names: set[str], frame: FrameType) -> None:
+    """Find what in a loop depends on the number of its batches.
 
     Args:
-        loop: Over its batches.
+        text: Of the loop over its batches.
+        loop: The same.
         names: What it counts, or sums up of each.
         frame: In the middle of it.
     """
-    every: list[Any] = [*_at_each_batch(loop)]
     given = {ast.unparse(one) for one in getattr(loop.target, "elts", [loop.target])}
-    always = [*_unconditional(loop.body)]  # a number may be set back now and then
-    fresh = [one for one in every if one in always or not isinstance(getattr(one, "value", None), ast.Constant)]
+    always = {id(one) for one in _unconditional(loop.body)}  # a number may be set back now and then
+    fresh = [one for one in text.every if id(one) in always or not _is_empty(getattr(one, "value", None))]
     anew = {name for one in fresh if not _goes_on(one) for name in _targets(one)}
-    known = ({name for one in every if _goes_on(one) for name in _targets(one)} - given | names) - anew
-    taken = [one for one in every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
-    reads = _readers_of(known, every, absent={id(part) for one in taken for part in ast.walk(one)})
-    for one in every:
-        if isinstance(one, ast.If) and reads(one.test) and any(map(_changes, _at_each_batch(one))):
-            return int(one.lineno)
-        trains = isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _STEPS
-        if any(map(reads, one.args if trains else _put_into_groups(one))):
-            return int(one.lineno)
+    text.known = ({*text.counted()} - given | names) - anew
+    taken = [one for one in text.every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
+    text.absent = {id(part) for one in taken for part in ast.walk(one)}
+    calls = [(one, _called(one, frame)) for one in text.every if isinstance(one, ast.Call)]
+    text.calls = {id(call): called for call, called in calls if called is not None}
+    text.spread()
+
+
+@dataclass(slots=True)
+class _Text:
+    """What a loop, or a function that it calls, does with each batch.
+
+    Attributes:
+        every: All of its parts, but for what is done only where gradients are synchronized.
+        known: Names of what depends on the number of batches.
+        absent: By its ``id`` what does not count.
+        calls: Functions that it calls, by the ``id`` of the call.
+    """
+
+    every: list[Any]
+    known: set[str] = field(default_factory=set)
+    absent: Container[int] = ()
+    calls: dict[int, _Called] = field(default_factory=dict)
+
+    def counted(self) -> Iterator[str]:
+        """Names of what it adds to: a number, a list, a progress bar."""
+        for one in self.every:
+            yield from _targets(one) if _goes_on(one) else ()
+            if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
+                if one.func.attr == "append":
+                    yield ast.unparse(one.func.value)
+                elif one.func.attr == "update" and all(isinstance(given, ast.Constant) for given in one.args):
+                    yield f"{ast.unparse(one.func.value)}.n"
+
+    def reads(self, node: ast.AST) -> bool:
+        """Whether a part of it reads what depends on the number of batches."""
+        read = (one for one in ast.walk(node) if isinstance(one, _READ) and id(one) not in self.absent)
+        return any(ast.unparse(one) in self.known for one in read)
+
+    def spread(self) -> None:
+        """Find what is computed of that which is known to depend on it."""
+        before = -1
+        while len(self.known) != before:
+            before = len(self.known)
+            for one in self.every:
+                if isinstance(one, ast.If) and self.reads(one.test):
+                    self.known.update(name for part in _at_each_batch(one) for name in _targets(part))
+                elif isinstance(one, _SETTING) and one.value and self.reads(one.value):
+                    self.known.update(_targets(one))
+                elif id(one) in self.calls:
+                    self.known |= self.calls[id(one)].told(one, self)
+
+    def line(self) -> int | None:
+        """The line in which it trains by that: what it steps or computes gradients of, and when."""
+        for one in self.every:
+            if isinstance(one, ast.If) and self.reads(one.test) and any(map(self._changes, _at_each_batch(one))):
+                return int(one.lineno)
+            trains = isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _STEPS
+            if any(map(self.reads, one.args if trains else _put_into_groups(one))):
+                return int(one.lineno)
+            if id(one) in self.calls and self.calls[id(one)].text.line():
+                return int(one.lineno)
+        return None
+
+    def _changes(self, node: ast.AST) -> bool:
+        called = self.calls.get(id(node))
+        return _changes(node) or (called is not None and any(map(_changes, called.text.every)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A function of the script's that its loop calls.
+
+    Attributes:
+        text: Of it, where the object that a method is called on has the name that the loop has for it.
+        parameters: Those that its call gives, in their order.
+        own: Names that are its own, not those of the loop.
+    """
+
+    text: _Text
+    parameters: Sequence[str]
+    own: Container[str]
+
+    def told(self, call: ast.Call, by: _Text) -> set[str]:
+        """What the loop, too, then knows to depend on the number of its batches: what the function keeps or returns."""
+
+        def outer(names: set[str]) -> set[str]:
+            return {name for name in names if _root(name) not in self.own}
+
+        given = [*zip(self.parameters, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+        known = {name for name, value in given if name is not None and by.reads(value)}
+        self.text.known |= known | outer(by.known) | outer({*self.text.counted()})
+        self.text.spread()
+        returned = [one for one in self.text.every if isinstance(one, ast.Return)]
+        returns = {ast.unparse(call.func)} if any(map(self.text.reads, returned)) else set()
+        return returns | outer(self.text.known)
+
+
+def _called(call: ast.Call, frame: FrameType) -> _Called | None:
+    """The function that a call in a frame's loop is for, where it stands in the same file; ``None`` for all else."""
+    function, receiver = _object(call.func, frame), None
+    if isinstance(function, staticmethod):
+        function = function.__func__
+    elif isinstance(function, FunctionType) and isinstance(call.func, ast.Attribute):
+        receiver = call.func.value
+    if not isinstance(function, FunctionType) or function.__code__.co_filename != frame.f_code.co_filename:
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return None
+    body: Any = tree.body[0]
+    if not isinstance(body, ast.FunctionDef):
+        return None
+    parameters = [one.arg for one in (*body.args.posonlyargs, *body.args.args)]
+    if receiver is not None:
+        body, parameters = _renamed(body, {parameters[0]: receiver} if parameters else {}), parameters[1:]
+    outside = {name for one in ast.walk(body) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    own = {one.id for one in ast.walk(body) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
+    own |= {*parameters, *(one.arg for one in body.args.kwonlyargs)}
+    return _Called(_Text([*_at_each_batch(body)]), parameters, own)
+
+
+def _renamed(tree: Any, names: dict[str, ast.expr]) -> Any:
+    """A function's text in which other expressions stand in the place of some names."""
+
+    class Renames(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return names.get(node.id, node)
+
+    return Renames().visit(tree)
+
+
+def _object(node: ast.AST, frame: FrameType) -> Any:
+    """What a name, or an attribute of one, stands for in a frame; no property is asked."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute) and (owner := _object(node.value, frame)) is not None:
+        return inspect.getattr_static(owner, node.attr, None)
     return None
 
 
-def _readers_of(known: set[str], every: list[Any], absent: Container[int] = ()) -> Callable[[ast.AST], bool]:
-    """Whether a part of a text reads what depends on these names.
-
-    Args:
-        known: The names; those that are computed of them are put in.
-        every: All parts of the text.
-        absent: By its ``id`` what does not count.
-    """
-
-    def reads(node: ast.AST) -> bool:
-        read = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute) and id(one) not in absent)
-        return any(ast.unparse(one) in known for one in read)
-
-    before = -1
-    while len(known) != before:
-        before = len(known)
-        for one in every:
-            if isinstance(one, ast.If) and reads(one.test):
-                known.update(name for part in _at_each_batch(one) for name in _targets(part))
-            elif isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign) and one.value and reads(one.value):
-                known.update(_targets(one))
-    return reads
+def _root(name: str) -> str:
+    """The first part of what is read: of ``self.steps[0]`` it is ``self``."""
+    return name.partition("[")[0].partition(".")[0]
 
 
 def line_of_calls(function: Any) -> int | None:
@@ -131,10 +250,11 @@ def line_of_calls(function: Any) -> int | None:
     own = {one.id for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
     own |= {one.arg for one in every if isinstance(one, ast.arg)} - {"self"}
     kept = {name for one in every if _adds(one) for name in _targets(one) if name.partition(".")[0] not in own}
-    reads = _readers_of(kept, every)
+    text = _Text(every, kept)
+    text.spread()
     for one in every:
-        returns = isinstance(one, ast.Return) and one.value is not None and reads(one.value)
-        if returns or (isinstance(one, ast.If) and reads(one.test) and any(map(_changes, ast.walk(one)))):
+        returns = isinstance(one, ast.Return) and one.value is not None and text.reads(one.value)
+        if returns or (isinstance(one, ast.If) and text.reads(one.test) and any(map(_changes, ast.walk(one)))):
             return first + int(one.lineno) - 1
     return None
 
@@ -148,11 +268,15 @@ def _adds(node: Any) -> bool:
 
 def _goes_on(node: ast.AST) -> bool:
     """Whether a statement adds to what was there before."""
-    if isinstance(node, ast.Assign):
-        value: Any = node.value
-        added = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
-        return added and ast.unparse(value.left) in _targets(node)
-    return isinstance(node, ast.AugAssign)
+    if not isinstance(node, ast.Assign):
+        return isinstance(node, ast.AugAssign) and not _at_a_step(node.value)
+    values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+    return any(_adds(ast.Assign(node.targets, one)) for one in values if isinstance(one, ast.BinOp))
+
+
+def _is_empty(node: ast.AST | None) -> bool:
+    """Whether what is set says nothing of a batch: a number, or an empty list."""
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.List) and not node.elts)
 
 
 def _unconditional(body: list[Any]) -> Iterator[ast.AST]:
@@ -197,9 +321,18 @@ def _changes(node: ast.AST) -> bool:
     """Whether a statement changes what is trained, or how."""
     if _put_into_groups(node):
         return True
+    if isinstance(node, ast.For) and any(name in ast.unparse(node.iter) for name in _WEIGHTS):
+        return any(map(_writes, ast.walk(node)))
     if isinstance(node, ast.Assign):
         return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in node.targets)
     return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SETS
+
+
+def _writes(node: ast.AST) -> bool:
+    """Whether a tensor is changed in its place."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr.endswith("_") and not node.func.attr.endswith("__")
+    return any(isinstance(one, ast.Attribute) and one.attr == "data" for one in _assigned(node))
 
 
 def _is_there(node: ast.AST, frame: FrameType, loop: ast.AST) -> bool:
