@@ -334,10 +334,32 @@ class Logs(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+class Batches(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        return super().create_scheduler(len(self.train_dataset) // self.args.per_device_train_batch_size, optimizer)
+
+
+class Steps(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        batches = len(self.get_train_dataloader())
+        return super().create_scheduler(batches // self.args.gradient_accumulation_steps, optimizer)
+
+
+class Warms(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        return super().create_scheduler(num_training_steps + 10, optimizer)
+
+
 @pytest.mark.parametrize(
     ("kind", "callback", "why"),
     [
         (Trainer, Reads(), None),
+        (Steps, Reads(), None),
+        (Warms, Reads(), None),
+        (
+            Batches, Reads(),
+            "its Batches.create_scheduler() goes by the rows of a micro-batch, or by how many a step takes",
+        ),
         (Logs, Reads(), None),
         (Trainer, Substep(), "its Substep acts after each micro-batch (on_substep_end)"),
         (WarmsUp, Reads(), "its WarmsUp.compute_loss() goes by what it keeps of the micro-batches before"),
@@ -347,7 +369,7 @@ class Logs(Trainer):
         (Own, Reads(), None),
         (Own8, Reads(), "the loader of its Own8 makes micro-batches of 8 rows, whatever its arguments say"),
     ],
-)
+)  # fmt: skip
 def test_a_trainer_that_says_itself_how_many_rows_it_takes_keeps_its_split(kind, callback, why, tmp_path):
     trainer = made(kind, callback, tmp_path)
     assert without_line(own_split(trainer, trainer.get_train_dataloader(), (), untold=False)) == why

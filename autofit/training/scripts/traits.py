@@ -201,6 +201,10 @@ def _is_row_by_row(loss: Any) -> bool:
 
 _ROWS = "(gradient_accumulation_steps|per_device_train_batch_size)"
 _SETS_ROWS = re.compile(rf"""\.{_ROWS}\s*[*/+-]*=(?!=)|setattr\([^"']*["']{_ROWS}["']""")
+_PLANS = ("create_scheduler", "create_optimizer", "create_optimizer_and_scheduler", "_get_train_sampler")
+"""Methods of a Trainer that say how fast, or on which rows, it trains."""
+_READS_ROWS = re.compile(r"\b(per_device_train_batch_size|train_batch_size|get_train_dataloader)\b")
+_STEPS = "gradient_accumulation_steps"
 _UNTOLD = "whether its loss is divided by the accumulation can't be told, so another split may be another training"
 
 
@@ -257,6 +261,18 @@ def _by_its_own_code(trainer: Any) -> str | None:
     for step in (one for one in (*losses, *steps) if one is not None and not of_a_library(one)):
         if line := line_of_calls(step):
             return f"its {step.__qualname__}() goes by what it keeps of the micro-batches before (line {line})"
+    return _plans_by_rows(type(trainer))
+
+
+def _plans_by_rows(kind: type) -> str | None:
+    """What a Trainer of the script's own makes by its micro-batches, and not by its optimizer steps, in words."""
+    for name in _PLANS:
+        if of_a_library(plans := getattr(kind, name, None)) or not callable(plans):
+            continue
+        with contextlib.suppress(OSError, TypeError):  # a method without a text
+            text = inspect.getsource(plans)
+            if bool(_READS_ROWS.search(text)) != (_STEPS in text):  # by both it asks for the rows of a step
+                return f"its {plans.__qualname__}() goes by the rows of a micro-batch, or by how many a step takes"
     return None
 
 
