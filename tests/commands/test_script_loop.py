@@ -736,3 +736,11 @@ def test_the_number_of_batches_is_followed_into_what_a_loop_computes_and_calls(d
     text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
     split = described(PREPARED + text)["script"]["own_split"]
     assert split is why or why in split
+
+
+def test_the_number_of_batches_is_followed_into_a_function_of_another_file(described, tmp_path):
+    (tmp_path / "rates.py").write_text(
+        "def decay(optimizer, number):\n    optimizer.param_groups[0]['lr'] = 1e-3 * 0.9 ** (number // 64)\n"
+    )
+    text = FOLLOWED.format(before="pass", then="pass", after="if place % 64 == 63: rates.decay(optimizer, place)")
+    assert OTHERWISE in described(f"import rates\n{PREPARED}{text}")["script"]["own_split"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
@@ -72,14 +73,7 @@ def by_its_number(frame: FrameType, path: Path, *, counts: bool) -> str | None:
 
 
 def _count(text: _Text, loop: Any, names: set[str], frame: FrameType) -> None:
-    """Find what in a loop depends on the number of its batches.
-
-    Args:
-        text: Of the loop over its batches.
-        loop: The same.
-        names: What it counts, or sums up of each.
-        frame: In the middle of it.
-    """
+    """Find what in the text of a frame's loop depends on the number of its batches; ``names`` it counts or sums up."""
     given = {ast.unparse(one) for one in getattr(loop.target, "elts", [loop.target])}
     always = {id(one) for one in _unconditional(loop.body)}  # a number may be set back now and then
     fresh = [one for one in text.every if id(one) in always or not _is_empty(getattr(one, "value", None))]
@@ -160,51 +154,57 @@ class _Called:
     Attributes:
         text: Of it, where the object that a method is called on has the name that the loop has for it.
         parameters: Those that its call gives, in their order.
-        own: Names that are its own, not those of the loop.
+        own: Names that are its own.
+        on: What a method is called on; empty for a function.
+        beside: Whether it is in the loop's file, and so reads the same global names.
     """
 
     text: _Text
     parameters: Sequence[str]
     own: Container[str]
+    on: str
+    beside: bool
 
     def told(self, call: ast.Call, by: _Text) -> set[str]:
         """What the loop, too, then knows to depend on the number of its batches: what the function keeps or returns."""
 
         def outer(names: set[str]) -> set[str]:
-            return {name for name in names if _root(name) not in self.own}
+            free = {name for name in names if _root(name) not in self.own}
+            return {name for name in free if self.beside or _root(name) == _root(self.on)}
 
         given = [*zip(self.parameters, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
         known = {name for name, value in given if name is not None and by.reads(value)}
-        self.text.known |= known | outer(by.known) | outer({*self.text.counted()})
+        kept = {name for name in self.text.counted() if _root(name) not in self.own}
+        self.text.known |= known | outer(by.known) | kept
         self.text.spread()
-        returned = [one for one in self.text.every if isinstance(one, ast.Return)]
-        returns = {ast.unparse(call.func)} if any(map(self.text.reads, returned)) else set()
-        return returns | outer(self.text.known)
+        returns = any(isinstance(one, ast.Return) and self.text.reads(one) for one in self.text.every)
+        return outer(self.text.known) | ({ast.unparse(call.func)} if returns else set())
 
 
 def _called(call: ast.Call, frame: FrameType) -> _Called | None:
-    """The function that a call in a frame's loop is for, where it stands in the same file; ``None`` for all else."""
+    """The function that a call in a frame's loop is for, where it stands beside that; ``None`` for a library's."""
     function, receiver = _object(call.func, frame), None
     if isinstance(function, staticmethod):
         function = function.__func__
-    elif isinstance(function, FunctionType) and isinstance(call.func, ast.Attribute):
+    elif isinstance(call.func, ast.Attribute) and not isinstance(_object(call.func.value, frame), type | ModuleType):
         receiver = call.func.value
-    if not isinstance(function, FunctionType) or function.__code__.co_filename != frame.f_code.co_filename:
+    if not isinstance(function, FunctionType):
         return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
+    path, of = Path(function.__code__.co_filename), Path(frame.f_code.co_filename)
+    if not path.is_relative_to(of.parent) or "site-packages" in path.parts:
         return None
-    body: Any = tree.body[0]
+    body: Any = None
+    with contextlib.suppress(OSError, SyntaxError):
+        body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(body, ast.FunctionDef):
         return None
     parameters = [one.arg for one in (*body.args.posonlyargs, *body.args.args)]
+    own = _own_names(body)
     if receiver is not None:
-        body, parameters = _renamed(body, {parameters[0]: receiver} if parameters else {}), parameters[1:]
-    outside = {name for one in ast.walk(body) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
-    own = {one.id for one in ast.walk(body) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
-    own |= {*parameters, *(one.arg for one in body.args.kwonlyargs)}
-    return _Called(_Text([*_at_each_batch(body)]), parameters, own)
+        own -= {*parameters[:1]}
+        body, parameters = _renamed(body, dict.fromkeys(parameters[:1], receiver)), parameters[1:]
+    on = "" if receiver is None else ast.unparse(receiver)
+    return _Called(_Text([*_at_each_batch(body)]), parameters, own, on, path == of)
 
 
 def _renamed(tree: Any, names: dict[str, ast.expr]) -> Any:
@@ -246,9 +246,7 @@ def line_of_calls(function: Any) -> int | None:
     except (OSError, TypeError, SyntaxError):
         return None
     every: list[Any] = [*ast.walk(tree)]
-    outside = {name for one in every if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
-    own = {one.id for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
-    own |= {one.arg for one in every if isinstance(one, ast.arg)} - {"self"}
+    own = _own_names(tree) - {"self"}
     kept = {name for one in every if _adds(one) for name in _targets(one) if name.partition(".")[0] not in own}
     text = _Text(every, kept)
     text.spread()
@@ -257,6 +255,14 @@ def line_of_calls(function: Any) -> int | None:
         if returns or (isinstance(one, ast.If) and text.reads(one.test) and any(map(_changes, ast.walk(one)))):
             return first + int(one.lineno) - 1
     return None
+
+
+def _own_names(tree: ast.AST) -> set[str]:
+    """Names that a function sets or is given, and that are not those of what is outside of it."""
+    every: list[Any] = [*ast.walk(tree)]
+    outside = {name for one in every if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    own = {one.id for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
+    return own | {one.arg for one in every if isinstance(one, ast.arg)}
 
 
 def _adds(node: Any) -> bool:
