@@ -210,10 +210,9 @@ class Setup:
         self.check()
         instead = "tune again with --fix to hold a value, or make an Accelerator of your own"
         plugin = others.get("gradient_accumulation_plugin")
-        planned = {"num_steps": self.accumulation, "sync_each_batch": self.recipe.sync_each_batch}
-        differing = [] if plugin is None else [name for name in planned if getattr(plugin, name) != planned[name]]
-        if differing:
-            said = f"gradient_accumulation_plugin with {differing[0]}={getattr(plugin, differing[0])}"
+        planned = self.accumulation, self.recipe.sync_each_batch
+        if plugin is not None and (plugin.num_steps, plugin.sync_each_batch) != planned:
+            said = f"gradient_accumulation_plugin={plugin}"
             raise InputError(f"{said}: set by autofit, so it can't be given again", hint=instead)
         self.recipe.emission.check_beside(others, Accelerator, instead)
         return self.recipe.accelerator(**others)

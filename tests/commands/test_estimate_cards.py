@@ -92,7 +92,7 @@ def test_tokens_are_a_number_that_a_training_can_have():
     ("arguments", "words"),
     [
         (["--gpu", "H100,H100"], "twice"),
-        (["--gpu", "H100", "--tokens", "0"], "above zero"),
+        (["--gpu", "H100", "--tokens", "0"], "from 1 to 1e+18"),
         (["--gpu", "H100", "--price", "4090=1/h"], "does not name"),
         (["--tokens", "1e9"], "a card with a name"),
         (["--memory", "24GiB", "--tokens", "1e9"], "a card with a name"),
