@@ -12,17 +12,20 @@ from autofit.commands.estimates import estimate as estimates
 from autofit.commands.estimates.answer import amount
 from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
+    OnCard,
     asked_cards,
     asked_prices,
     check_any_fits,
     estimate_cards,
 )
 from autofit.commands.estimates.cards_table import cards_table
+from autofit.commands.estimates.world import World
 from autofit.commands.shell.terminal import data_console
 from autofit.machine import gpu_catalogue
 from autofit.system.errors import InputError
 from autofit.system.units import MIB, parse_tokens
 from tests.support.replay import Lent
+from tests.support.synthetic import cuda_facts
 
 BOTH = ("H100", "4090")
 
@@ -121,6 +124,16 @@ def told(server, monkeypatch):
         global_batch=8,
         fix={"precision": "bf16", "optimizer": "adamw"},
     )
+
+
+def test_the_note_of_a_table_names_the_least_and_the_most_of_its_ranges():
+    """The slowest host of one card was taken with the widest range of another: 0.73 was nobody's least."""
+    ranges = ((1.10, 1.06), (1.30, 1.0), (1.05, 1.2))
+    rows = [
+        OnCard(card=str(high), memory_bytes=1, low=1 / high / slow, high=high, slow_host=slow) for high, slow in ranges
+    ]
+    (said,) = [one for one in cards._notes(cuda_facts(), rows, {}, smaller=None, world=World()) if "speeds are" in one]
+    assert "lie within 0.77 to 1.30 times them" in said
 
 
 @pytest.mark.slow

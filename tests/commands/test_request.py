@@ -251,7 +251,7 @@ def test_a_tune_does_not_go_on_with_a_file_of_lengths_that_holds_others_now(tmp_
     keep_request(tmp_path, asked, facts)
     told.write_text("[16, 9, 4]")
     assert started_before(tmp_path, asked, resume=True, say=print).facts == facts, "the same rows in another form"
-    for other in ("4 9 15", "4 9 17", "4 9", "4 4 9 16"):
+    for other in ("4 9 15", "4 9 17", "4 10 16", "4 9", "4 4 9 16"):
         told.write_text(other)
         with pytest.raises(InputError, match=r"the lengths in .* have changed since"):
             started_before(tmp_path, asked, resume=True, say=print)
