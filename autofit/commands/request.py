@@ -273,7 +273,7 @@ def _first_line(error: OSError | ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error).splitlines()[0]
     first = error.errors()[0]
-    where = ".".join(str(part)[:80] for part in first["loc"])
+    where = strict_json.place_of(first["loc"])
     return f"{first['msg']}{f' at {where}' * bool(where)}"
 
 

@@ -194,7 +194,7 @@ def read_document(folder: str | Path) -> Document:
         raise InputError(f"{path} is not valid: {error}", hint="it was edited by hand?") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part)[:80] for part in first["loc"])
+        where = strict_json.place_of(first["loc"])
         raise InputError(f"{path} is not valid at {where}: {first['msg']}", hint="it was edited by hand?") from None
     found = _converted(found)
     _check_sound(found, path)

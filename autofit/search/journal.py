@@ -17,7 +17,8 @@ from optuna.storages.journal._file import BaseJournalFileLock
 from autofit.system.locks import WaitingLock
 
 JOURNAL_FILE = "journal.log"
-JOURNAL_LOCK_FILE = f"{JOURNAL_FILE}.lock"
+_LOCK = ".lock"
+JOURNAL_LOCK_FILE = JOURNAL_FILE + _LOCK
 
 
 class JournalLock(WaitingLock, BaseJournalFileLock):
@@ -25,7 +26,7 @@ class JournalLock(WaitingLock, BaseJournalFileLock):
 
 
 def _lock_file(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
+    return path.with_name(path.name + _LOCK)
 
 
 def storage(path: Path) -> JournalStorage:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pydantic import TypeAdapter
 
@@ -55,7 +55,12 @@ def read(adapter: TypeAdapter[Kind], text: str | bytes) -> Kind:
         unknown = [one["loc"] for one in error.errors() if one["type"] == "unexpected_keyword_argument"]
         if not unknown:
             raise
-        raise UnknownKeyError(f"{'.'.join(str(part)[:80] for part in unknown[0])} is not a known key") from error
+        raise UnknownKeyError(f"{place_of(unknown[0])} is not a known key") from error
+
+
+def place_of(where: Iterable[object]) -> str:
+    """Where in a JSON text pydantic has found an error: its ``loc`` as one word, empty for the whole text."""
+    return ".".join(str(part)[:80] for part in where)
 
 
 def dump_json(adapter: TypeAdapter[Any], value: object) -> str:

@@ -10,7 +10,6 @@ same 3,080 pictures a second in 16 bits.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.bench.whole_steps import bench
 from tests.bench.whole_steps.cards import card_of
 from tests.bench.whole_steps.programs import Program
-from tests.bench.whole_steps.rows import Step, named_card
+from tests.bench.whole_steps.rows import Step, named_card, raw_rows
 
 _PIXELS = 224
 
@@ -37,6 +36,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     asked = parser.parse_args()
     steps = [*_lambda(asked.rows / "lambda_throughput.csv"), *_nvidia(asked.rows / "nvidia_deeplearningexamples.csv")]
+    if not steps:
+        parser.error(f"{asked.rows} has no training of ResNet-50 on one card")
     traces, broken = bench.traces_of(steps)
     if broken:
         sys.exit(str(broken))
@@ -69,7 +70,7 @@ def _figures(errors: np.ndarray) -> dict[str, float]:
 
 
 def _lambda(path: Path) -> Iterator[Step]:
-    for row in _rows(path):
+    for row in raw_rows(path):
         card, rows, pace = card_of(row["gpu"]), int(float(row["batch"] or 0)), float(row["throughput"] or 0)
         if row["task"] == "resnet50" and row["gpus"] == "1" and card is not None and rows and pace:
             yield _step("lambda", card, rows, pace, fp16=row["precision"] == "fp16", tf32=True)
@@ -77,7 +78,7 @@ def _lambda(path: Path) -> Iterator[Step]:
 
 def _nvidia(path: Path) -> Iterator[Step]:
     """Its PyTorch program; how many rows a card takes is not said: 256, and in float32 on a V100 128."""
-    for row in _rows(path):
+    for row in raw_rows(path):
         section = row["section"]
         card = card_of(named_card(f"{row['hardware']} {section}"))
         trains = row["task"].endswith("ConvNets") and "ResNet50" in section and "Training" in section
@@ -85,11 +86,6 @@ def _nvidia(path: Path) -> Iterator[Step]:
             continue
         fp16, tf32 = row["precision"] == "mixed", row["precision"] == "tf32"
         yield _step("nvidia", card, 256 if fp16 or tf32 else 128, float(row["throughput"]), fp16=fp16, tf32=tf32)
-
-
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file)
 
 
 def _step(source: str, card: Card, rows: int, pace: float, *, fp16: bool, tf32: bool) -> Step:

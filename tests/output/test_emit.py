@@ -88,6 +88,14 @@ def written(folder, facts=CPU, check=check_files, **wanted):
     return found
 
 
+def loaded(tmp_path):
+    """What ``autofit.load`` makes of a folder with an answer and the model's config."""
+    folder = output_folder(tmp_path / "out")
+    write_config(folder / MODEL_FOLDER)
+    written(folder)
+    return autofit.load(folder, any_hardware=True)
+
+
 def held(folder):
     return {name: (folder / name).read_bytes() for name in NAMES}
 
@@ -530,32 +538,23 @@ def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
 
 
 def test_a_model_or_nothing_is_no_place_of_weights(tmp_path):
-    folder = output_folder(tmp_path / "out")
-    write_config(folder / MODEL_FOLDER)
-    written(folder)
-    setup = autofit.load(folder, any_hardware=True)
+    setup = loaded(tmp_path)
     with pytest.raises(InputError, match=r"setup\.model was given a LlamaForCausalLM") as caught:
         setup.model(setup.model())
     assert "trained weights" in caught.value.hint
 
 
 def test_a_folder_that_is_gone_since_it_was_read_is_told(tmp_path):
-    folder = output_folder(tmp_path / "out")
-    write_config(folder / MODEL_FOLDER)
-    written(folder)
-    setup = autofit.load(folder, any_hardware=True)
+    setup = loaded(tmp_path)
     setup.model().save_pretrained(tmp_path / "trained")
-    shutil.rmtree(folder)
+    shutil.rmtree(setup.folder)
     for source in (None, tmp_path / "trained"):
         with pytest.raises(InputError, match=r"has no config\.json any more"):
             setup.model(source)
 
 
 def test_weights_of_other_shapes_are_told_with_the_argument_that_learns_them_anew(tmp_path):
-    folder = output_folder(tmp_path / "out")
-    write_config(folder / MODEL_FOLDER)
-    written(folder)
-    setup = autofit.load(folder, any_hardware=True)
+    setup = loaded(tmp_path)
     setup.model().save_pretrained(tmp_path / "trained")
     given = {"vocab_size": 96}
     with pytest.raises(ModelError, match="some of its weights have other shapes") as caught:
@@ -580,10 +579,7 @@ def test_weights_that_are_broken_are_told(tmp_path):
 
 
 def test_weights_of_another_size_than_what_was_tuned_are_told(tmp_path):
-    folder = output_folder(tmp_path / "out")
-    write_config(folder / MODEL_FOLDER)
-    written(folder)
-    setup = autofit.load(folder, any_hardware=True)
+    setup = loaded(tmp_path)
     tuned = setup.model()
     for name, grown in (("same", 0), ("larger", 64)):
         config = copy.deepcopy(tuned.config)
@@ -601,10 +597,7 @@ def test_weights_of_another_size_than_what_was_tuned_are_told(tmp_path):
 
 def test_a_model_is_loaded_with_what_no_plan_sets(tmp_path):
     """``from_pretrained`` takes the classes of one's own data; ``setup.model`` took none."""
-    folder = output_folder(tmp_path / "out")
-    write_config(folder / MODEL_FOLDER)
-    written(folder)
-    setup = autofit.load(folder, any_hardware=True)
+    setup = loaded(tmp_path)
     setup.model().save_pretrained(tmp_path / "trained")
     assert setup.model(tmp_path / "trained", id2label={0: "no", 1: "yes", 2: "perhaps"}).config.num_labels == 3
     for others, words in (({"dtype": "auto"}, "dtype: set"), ({"attn_implementation": "eager"}, "attn_impl")):

@@ -178,7 +178,8 @@ class Recorder(TapeWriter, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counted is None:
             kind, flops, moved = work_of(func, args, kwargs, result, outputs)
             one, each, calls = calls_of(func, args, kwargs, outputs, flops, groups=self.groups)
-            self.notes |= {CONVOLVES} if is_convolutional(func, args) else set()
+            if is_convolutional(func, args):
+                self.notes.add(CONVOLVES)
             counted = KINDS.index(kind), by_rows(self.rows, flops, moved), self.operators.index_of(one, each), calls
             if key is not None:
                 self._counted[key] = counted

@@ -78,7 +78,7 @@ class Step:
 
 def read(folder: Path) -> list[Step]:
     """Every row of every known file in a folder, expressed or not."""
-    return [step for name, reader in _READERS.items() for row in _raw(folder / name) for step in _read(reader, row)]
+    return [step for name, reader in _READERS.items() for row in raw_rows(folder / name) for step in _read(reader, row)]
 
 
 def _read(reader: Callable[[Iterator[dict[str, str]]], Iterator[Step]], row: dict[str, str]) -> list[Step]:
@@ -109,7 +109,7 @@ def keep(folder: Path, target: Path) -> None:
     """Write the rows of a folder that are expressed into another, compressed."""
     target.mkdir(parents=True, exist_ok=True)
     for name, reader in _READERS.items():
-        rows = [row for row in _raw(folder / name) if any(step.program for step in reader(iter([row])))]
+        rows = [row for row in raw_rows(folder / name) if any(step.program for step in reader(iter([row])))]
         if not rows:
             continue
         text = io.StringIO()
@@ -119,7 +119,8 @@ def keep(folder: Path, target: Path) -> None:
         (target / f"{name}.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
 
 
-def _raw(path: Path) -> Iterator[dict[str, str]]:
+def raw_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a file, or of the same file compressed; none where there is neither."""
     packed = path.with_name(f"{path.name}.gz")
     if not path.exists() and not packed.exists():
         return

@@ -295,10 +295,7 @@ def _unconditional(body: list[Any]) -> Iterator[ast.AST]:
 
 def _targets(node: ast.AST) -> list[str]:
     """Names that a statement sets."""
-    if isinstance(node, ast.Assign):
-        parts = [part for target in node.targets for part in getattr(target, "elts", [target])]
-        return [ast.unparse(part) for part in parts]
-    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+    return [ast.unparse(part) for target in _assigned(node) for part in getattr(target, "elts", [target])]
 
 
 def _put_into_groups(node: ast.AST) -> list[ast.AST]:
@@ -309,13 +306,14 @@ def _put_into_groups(node: ast.AST) -> list[ast.AST]:
     else:
         names, parts = set(), [node]
     every: list[Any] = [one for one in parts for target in _assigned(one) if _is_of_a_group(target, names)]
-    return [one.value for one in every]
+    return [one.value for one in every if one.value]
 
 
 def _assigned(node: ast.AST) -> list[Any]:
+    """What a statement sets, side by side where it sets several to one value."""
     if isinstance(node, ast.Assign):
         return node.targets
-    return [node.target] if isinstance(node, ast.AugAssign) else []
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
 
 
 def _is_of_a_group(node: Any, names: set[str]) -> bool:
