@@ -994,7 +994,10 @@ def test_an_estimate_of_a_model_takes_nothing_of_a_scripts(options, behind):
     [
         ({}, None),
         ({"script": {"seconds": 9.0, "sampled": 3, "longest_places": (1,)}}, None),
+        ({"script": {"mean_length": 10.5}}, None),
         ({"script": {"batch": {"input_ids": (4, 99)}}}, "longest rows are others"),
+        ({"script": {"mean_length": 14.0}}, "rows are longer in the mean"),
+        ({"script": {"mean_length": 8.0}}, "rows are shorter in the mean"),
         ({"script": {"rows": 9, "micro_batch": 1}}, "micro_batch, rows"),
         ({"model": {"parameters": 7}}, "parameters"),
         ({"config": {"layers": 4, "scale": math.nan}}, "layers"),
@@ -1003,7 +1006,8 @@ def test_an_estimate_of_a_model_takes_nothing_of_a_scripts(options, behind):
 def test_a_script_that_trains_something_else_is_not_gone_on_with(tmp_path, monkeypatch, changed, told):
     """Its text is the same, and what it reads is not: trials of two models would decide."""
     (tmp_path / "train.py").write_text("")
-    script = Script(path="train.py", sha256="0" * 64, trainer="Trainer", micro_batch=4, accumulation=2)
+    own = {"trainer": "Trainer", "micro_batch": 4, "accumulation": 2, "mean_length": 10.0}
+    script = Script(path="train.py", sha256="0" * 64, **own)
     facts = cpu_facts()
     facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
     config = {"layers": 2, "scale": math.nan, "_name_or_path": "/a/folder"}
@@ -1017,7 +1021,9 @@ def test_a_script_that_trains_something_else_is_not_gone_on_with(tmp_path, monke
     monkeypatch.setattr(scripts, "_described", lambda *_: found)
     said = []
     request = Request(model=str(tmp_path / "train.py"))
-    refused = told is not None and "longest" not in told
+    refused = told is not None and "rows are" not in told
+    noted = []
     with pytest.raises(InputError, match=told) if refused else contextlib.nullcontext():
-        scripts.check_same_training(tmp_path, request, facts, None, said.append)
-    assert len(said) == (2 if told and not refused else 1)
+        noted = scripts.check_same_training(tmp_path, request, facts, None, said.append)
+    assert len(said) == 1
+    assert [told in words for words in noted] == [True] * bool(told and not refused)

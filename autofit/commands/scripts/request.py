@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,6 +42,8 @@ _OF_A_RUN = {
 }  # fmt: skip
 """What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws, with
 what they tell of its loss."""
+_OTHER_MEAN = 0.1
+"""From which share on the mean length of a script's rows is told to be another; rows may be drawn at random."""
 LONGEST_SECONDS = 3600.0
 """How long a script may prepare its data before it trains."""
 
@@ -78,17 +81,20 @@ def script_facts(
 
 def check_same_training(
     folder: Path, request: Request, facts: Facts, server: ForkServer, say: Callable[[str], None]
-) -> None:
+) -> list[str]:
     """Refuse to go on with a script whose text is the same, and which trains something else: its config was changed.
 
-    Its longest rows may be chosen at random, so that others are only told of.
+    Its rows may be chosen at random, so that others are only told of.
+
+    Returns:
+        What a reader of the answer should know of its rows, a sentence each.
 
     Raises:
         InputError: It is another model, or it is trained otherwise.
     """
     then = facts.workload.script
     if then is None:
-        return
+        return []
     name = named(request.model, request.arguments).name
     say(f"running {name} up to its training")
     now, model, config = _described(folder, request, server)
@@ -112,8 +118,18 @@ def check_same_training(
             f"what {name} trains has changed since {folder} was begun: {', '.join(changed[:5])}",
             hint="measurements would not compare: choose another --output",
         )
+    return _other_rows(then, now)
+
+
+def _other_rows(then: Script, now: Script) -> list[str]:
+    """That the rows of a script are longer or shorter than when its tune was begun."""
     if then.batch != now.batch:
-        say("the script's longest rows are others than when the tune was begun: are its data the same?")
+        what = "longest rows are others than"
+    elif not math.isclose(then.mean_length, now.mean_length, rel_tol=_OTHER_MEAN):
+        what = f"rows are {'longer' if now.mean_length > then.mean_length else 'shorter'} in the mean than"
+    else:
+        return []
+    return [f"the script's {what} when the tune was begun, and trials of both are compared: are its data the same?"]
 
 
 def _text(value: object) -> str:

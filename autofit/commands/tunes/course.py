@@ -129,7 +129,8 @@ class Course:
         with cache, contextlib.closing(server), self._in_time(server):  # what a snapshot has noted is undone first
             if before is not None:
                 facts = self.backend.same_hardware(self.folder, before.facts, server)
-                check_same_training(self.folder, self.request, facts, server, self.events.note)
+                for words in check_same_training(self.folder, self.request, facts, server, self.events.note):
+                    self._note(words)
             else:
                 facts = self.backend.facts(self.folder, self.request, device, server, self._note)
             self._check_tokens(facts)
