@@ -18,6 +18,7 @@ _SIZES = {
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PRICE = re.compile(r"\$?(\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*h(?:our)?)?", re.ASCII)
+_LONGEST_TOLD = 40
 _NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z%]*)", re.ASCII)
 
 
@@ -83,15 +84,19 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+_MOST_PRICE = 1e12
+
+
 def parse_price(text: str) -> float:
     """The price of an hour from ``2.5/h``, ``$2.5/hour`` or ``2.5``, in whatever currency.
 
     Raises:
-        InputError: It is no price.
+        InputError: It is no price, or one above 1e12: what a training costs has to stay a number.
     """
     match = _PRICE.fullmatch(text.strip())
-    if match is None or not math.isfinite(float(match[1])):
-        raise InputError(f"--price {text!r} is no price of an hour", hint="write it like 2.5/h")
+    if match is None or float(match[1]) > _MOST_PRICE:
+        said = text if len(text) <= _LONGEST_TOLD else f"{text[:_LONGEST_TOLD]}..."
+        raise InputError(f"--price {said!r} is no price of an hour up to {_MOST_PRICE:.0e}", hint="write it like 2.5/h")
     return float(match[1])
 
 

@@ -66,6 +66,7 @@ def test_a_price_is_for_every_card_or_for_one():
         (["cheap"], "no price of an hour"),
         (["-1/h"], "no price of an hour"),
         (["H100="], "no price of an hour"),
+        (["9" * 305], "no price of an hour"),
         (["A100-80GB=1/h"], "which --gpu does not name"),
         (["H9000=1/h"], "'H9000' is no card that is known here\nhint: --gpu names H100 SXM 80 GB, RTX 4090"),
         (["A100=1/h"], "'A100' may be several cards\nhint: --gpu names H100 SXM 80 GB, RTX 4090"),
