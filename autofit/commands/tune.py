@@ -33,7 +33,7 @@ from autofit.output.document import DOCUMENT_FILE, REQUEST
 from autofit.output.result import Result
 from autofit.search.events import Events, Silent
 from autofit.system import units
-from autofit.system.errors import Stopped, of_option
+from autofit.system.errors import CantWrite, Stopped, of_option
 from autofit.system.files import usable_folder
 from autofit.system.locks import held
 
@@ -171,6 +171,9 @@ def tune(
             if (folder / DOCUMENT_FILE).exists():  # the best so far is an answer too
                 write_config(folder, request, settings)
             raise
+        except CantWrite as error:
+            error.hint = f"{error.hint}{_how_to_go_on(folder)}"
+            raise
         else:
             write_config(folder, request, settings)
             shutil.rmtree(folder / TRACES, ignore_errors=True)  # a tune that was stopped goes on with them
@@ -179,6 +182,13 @@ def tune(
             teller.close()
             if not (folder / REQUEST).exists():
                 remove_unstarted_output(folder, whole=fresh, but=before)
+
+
+def _how_to_go_on(folder: Path) -> str:
+    """What ``--resume`` does where something in the folder can't be written, to be put behind a hint."""
+    if not folder.exists():
+        return "; --resume begins anew without it"
+    return "; --resume goes on with what was measured" if (folder / REQUEST).exists() else ""
 
 
 def _backend(request: Request, settings: Search) -> Backend:

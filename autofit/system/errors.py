@@ -7,6 +7,7 @@
     ├── PromiseBroken            4   a launch did not keep what was promised
     ├── EmissionError            1   an emitted file is not one that its reader takes: a bug
     └── MachineError             5   the machine stands in the way: disk, device, a second tune
+        ├── CantWrite            5   a file or a folder can't be written: a tune goes on with what is kept
         ├── LockHeld             5   another process holds a lock: it may be waited for
         └── ServerLost           5   the process that starts trials died while one ran
     Stopped                    130   no ``Exception``, and never raised itself
@@ -82,6 +83,10 @@ class MachineError(AutofitError):
     """The machine stands in the way: a full disk, a missing device, another tune on the same device."""
 
     exit_code = 5
+
+
+class CantWrite(MachineError):  # noqa: N818 - what happened
+    """A file or a folder can't be written: the disk is full, it is read-only, it is gone."""
 
 
 class LockHeld(MachineError):  # noqa: N818 - what happened

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autofit import _version
-from autofit.system.errors import InputError, MachineError
+from autofit.system.errors import CantWrite, InputError, MachineError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -35,30 +35,20 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise machine_error(error, path) from error
 
 
-def machine_error(error: OSError, path: Path) -> MachineError:
+def machine_error(error: OSError, path: Path) -> CantWrite:
     """An operating-system error on a file, in words."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return MachineError(
-            f"the disk is full: {path} can't be written", hint="free some space and try again, a tune by --resume"
-        )
+        return CantWrite(f"the disk is full: {path} can't be written", hint="free some space and try again")
     if error.errno == errno.EROFS:
-        return MachineError(
-            f"{path} can't be written any more: it is read-only",
-            hint="make it writable and try again, a tune by --resume",
-        )
+        return CantWrite(f"{path} can't be written any more: it is read-only", hint="make it writable and try again")
     if error.errno == errno.EFBIG:
-        return MachineError(
+        return CantWrite(
             f"{path} can't be written: no file may grow that large here",
-            hint="raise the limit (`ulimit -f unlimited`) and try again, a tune by --resume",
+            hint="raise the limit (`ulimit -f unlimited`) and try again",
         )
     if error.errno == errno.ENOENT:
-        return MachineError(
-            f"{path} can't be written: its folder is gone",
-            hint="was it deleted or moved? --resume begins anew without it",
-        )
-    return MachineError(
-        f"{path} can't be written: {error.strerror or error}", hint="check the folder and try again, a tune by --resume"
-    )
+        return CantWrite(f"{path} can't be written: its folder is gone", hint="was it deleted or moved?")
+    return CantWrite(f"{path} can't be written: {error.strerror or error}", hint="check the folder and try again")
 
 
 def refuse_a_lost_place(folder: Path) -> None:
@@ -130,7 +120,9 @@ def usable_folder(path: Path) -> Path:
             ) from error
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise machine_error(error, path) from error
-        raise InputError(f"--output {str(path)!r} can't be written: {words}", hint="name a folder you own") from error
+        raise InputError(
+            f"--output {str(path)!r} can't be written: {words}", hint="name one that you may write to by --output"
+        ) from error
     return path
 
 

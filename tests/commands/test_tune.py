@@ -1,5 +1,6 @@
 """The whole story on a machine that is only played: each tune asks a real process for the facts of the demo model."""
 
+import errno
 import fcntl
 import itertools
 import json
@@ -35,6 +36,7 @@ from autofit.search import study
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recordings.landscape import Landscape
 from autofit.system.errors import InputError, Interrupted, MachineError, ModelError, NothingFits, Terminated
+from autofit.system.files import machine_error
 from tests.support.cases import slow_but, some_slow
 from tests.support.replay import Played, Replay
 from tests.support.synthetic import GIB, cpu_facts, measured, out_of_memory
@@ -906,6 +908,14 @@ def test_what_a_killed_tune_has_left_half_written_is_swept(tune, out):
         path.name for path in out.rglob("*") if path.name.startswith((".ask", ".emitting")) or path.suffix == ".tmp"
     ]
     assert left == []
+
+
+def test_what_can_not_be_written_says_that_resume_goes_on(tune, out):
+    replay = Replay(out, {2: machine_error(OSError(errno.ENOSPC, ""), out / "trials")})
+    with pytest.raises(MachineError, match="the disk is full") as caught:
+        tune(replay, trials=6)
+    assert caught.value.hint.startswith("free some space and try again; the best so far: ")
+    assert caught.value.hint.endswith("; resume=True goes on with what was measured")
 
 
 def test_the_best_so_far_is_said_where_the_machine_stands_in_the_way(tune, out):

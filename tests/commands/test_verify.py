@@ -104,6 +104,10 @@ def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
         autofit.verify(folder)
     assert len(made) == 4
     assert "tolerance=0.8" in caught.value.hint
+    launches(*[(0.05, 0.9)] * 4)
+    with pytest.raises(MachineError, match="can't be judged") as caught:
+        autofit.verify(folder, tolerance=0.9)
+    assert "tolerance" not in caught.value.hint, "more is let be missing already"
 
 
 @pytest.mark.parametrize("call", [autofit.verify, autofit.profile])

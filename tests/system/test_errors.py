@@ -45,6 +45,7 @@ def test_the_exit_codes_are_those_that_are_promised():
         "PromiseBroken": 4,
         "MachineError": 5,
         "LockHeld": 5,
+        "CantWrite": 5,
         "ServerLost": 5,
         "Stopped": 130,
         "Interrupted": 130,

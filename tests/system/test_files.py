@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypa
     with pytest.raises(MachineError, match=words) as caught:
         files.write_atomically(path, "new")
     assert hint in caught.value.hint
+    assert "resume" not in caught.value.hint, "a tune adds that: no other command has it"
     assert str(path) in caught.value.message
     assert path.read_text() == "old"
     assert left_in(tmp_path) == ["answer.json"]
@@ -134,6 +136,13 @@ def test_what_can_be_no_output_folder_is_bad_input(tmp_path, name):
     with pytest.raises(InputError, match="--output") as caught:
         files.usable_folder(tmp_path / name)
     assert caught.value.hint
+
+
+def test_a_folder_that_nobody_has_named_says_how_another_is_named():
+    """A profile goes into a folder of the answer, where no ``--output`` is given."""
+    with pytest.raises(InputError, match="can't be written") as caught:
+        files.usable_folder(Path("/proc/none"))
+    assert "--output" in caught.value.hint
 
 
 def test_a_full_disk_is_not_blamed_on_the_output_option(tmp_path, monkeypatch):
