@@ -26,7 +26,7 @@ from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.plain_loop import entry as loop_entry
 from autofit.training.scripts.plain_loop import patches, some_rows
 from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
-from autofit.training.scripts.plain_loop.by_number import _TAKES as TAKES
+from autofit.training.scripts.plain_loop.by_number.loop import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
 from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged, sums_rows, takes_rows_together
 from autofit.training.scripts.plain_loop.trackers import init_trackers

@@ -20,7 +20,7 @@ from autofit.registry import source_folders, techniques
 from autofit.training.scripts.leave import FACTORY, NOT_AS_TUNED, Refused, name_of
 from autofit.training.scripts.loading import rows_of_batches
 from autofit.training.scripts.patches import Patches
-from autofit.training.scripts.plain_loop.by_number import line_of_calls
+from autofit.training.scripts.plain_loop.by_number.text import line_of_calls
 from autofit.training.scripts.rows import Sample
 from autofit.training.tasks.loss_scale import of_a_library
 

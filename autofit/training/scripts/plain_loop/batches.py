@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, GeneratorType
 from typing import Any
 
-from autofit.training.scripts.plain_loop.by_number import by_its_number
+from autofit.training.scripts.plain_loop.by_number.loop import by_its_number
 
 TURNS = "it steps one of its optimizers with this batch and another one with others, so whose turn it is is its own"
 THREAD = "the script takes its batches in a thread of its own, so how many it has taken when a step ends is chance"

@@ -16,7 +16,7 @@ from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import waits_of, workers_bytes
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.plain_loop.by_number import takes_by_number
+from autofit.training.scripts.plain_loop.by_number.loop import takes_by_number
 from autofit.training.scripts.plain_loop.loader import loader_changes, rebuilt
 from autofit.training.scripts.plain_loop.patches import COUNTS, LoopPatches, constructed
 from autofit.training.scripts.traits import changes_since, modules_since

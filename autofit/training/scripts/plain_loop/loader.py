@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autofit.training.scripts.plain_loop.by_number import line_of_calls
+from autofit.training.scripts.plain_loop.by_number.text import line_of_calls
 from autofit.training.scripts.plain_loop.some_rows import numpy_state, set_numpy_state
 from autofit.training.tasks.loss_scale import of_a_library
 

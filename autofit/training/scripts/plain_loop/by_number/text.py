@@ -1,0 +1,205 @@
+"""What depends on the number of a loop's batches in its text, and in that of the functions that it calls."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+from autofit.training.scripts.plain_loop.by_number.statements import (
+    SETTING,
+    STEPS,
+    adds,
+    at_each_batch,
+    changes,
+    goes_on,
+    put_into_groups,
+    targets,
+)
+
+_READ = (ast.Name, ast.Attribute, ast.Subscript)
+
+
+@dataclass(slots=True)
+class Text:
+    """What a loop, or a function that it calls, does with each batch.
+
+    Attributes:
+        every: All of its parts, but for what is done only where gradients are synchronized.
+        known: Names of what depends on the number of batches.
+        absent: By its ``id`` what does not count.
+        calls: Functions that it calls, by the ``id`` of the call.
+    """
+
+    every: list[Any]
+    known: set[str] = field(default_factory=set)
+    absent: Container[int] = ()
+    calls: dict[int, _Called] = field(default_factory=dict)
+
+    def counted(self) -> Iterator[str]:
+        """Names of what it adds to: a number, a list, a progress bar."""
+        for one in self.every:
+            yield from targets(one) if goes_on(one) else ()
+            if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
+                if one.func.attr == "append":
+                    yield ast.unparse(one.func.value)
+                elif one.func.attr == "update" and all(isinstance(given, ast.Constant) for given in one.args):
+                    yield f"{ast.unparse(one.func.value)}.n"
+
+    def reads(self, node: ast.AST) -> bool:
+        """Whether a part of it reads what depends on the number of batches."""
+        read = (one for one in ast.walk(node) if isinstance(one, _READ) and id(one) not in self.absent)
+        return any(ast.unparse(one) in self.known for one in read)
+
+    def spread(self) -> None:
+        """Find what is computed of that which is known to depend on it."""
+        before = -1
+        while len(self.known) != before:
+            before = len(self.known)
+            for one in self.every:
+                if isinstance(one, ast.If) and self.reads(one.test):
+                    self.known.update(name for part in at_each_batch(one) for name in targets(part))
+                elif isinstance(one, SETTING) and one.value and self.reads(one.value):
+                    self.known.update(targets(one))
+                elif id(one) in self.calls:
+                    self.known |= self.calls[id(one)].told(one, self)
+
+    def line(self) -> int | None:
+        """The line in which it trains by that: what it steps or computes gradients of, and when."""
+        for one in self.every:
+            if isinstance(one, ast.If) and self.reads(one.test) and any(map(self._changes, at_each_batch(one))):
+                return int(one.lineno)
+            trains = isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in STEPS
+            if any(map(self.reads, one.args if trains else put_into_groups(one))):
+                return int(one.lineno)
+            if id(one) in self.calls and self.calls[id(one)].text.line():
+                return int(one.lineno)
+        return None
+
+    def _changes(self, node: ast.AST) -> bool:
+        called = self.calls.get(id(node))
+        return changes(node) or (called is not None and any(map(changes, called.text.every)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A function of the script's that its loop calls.
+
+    Attributes:
+        text: Of it, where the object that a method is called on has the name that the loop has for it.
+        parameters: Those that its call gives, in their order.
+        own: Names that are its own.
+        on: What a method is called on; empty for a function.
+        beside: Whether it is in the loop's file, and so reads the same global names.
+    """
+
+    text: Text
+    parameters: Sequence[str]
+    own: Container[str]
+    on: str
+    beside: bool
+
+    def told(self, call: ast.Call, by: Text) -> set[str]:
+        """What the loop, too, then knows to depend on the number of its batches: what the function keeps or returns."""
+
+        def outer(names: set[str]) -> set[str]:
+            free = {name for name in names if _root(name) not in self.own}
+            return {name for name in free if self.beside or _root(name) == _root(self.on)}
+
+        given = [*zip(self.parameters, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+        known = {name for name, value in given if name is not None and by.reads(value)}
+        kept = {name for name in self.text.counted() if _root(name) not in self.own}
+        self.text.known |= known | outer(by.known) | kept
+        self.text.spread()
+        returns = any(isinstance(one, ast.Return) and self.text.reads(one) for one in self.text.every)
+        return outer(self.text.known) | ({ast.unparse(call.func)} if returns else set())
+
+
+def called(call: ast.Call, frame: FrameType) -> _Called | None:
+    """The function that a call in a frame's loop is for, where it stands beside that; ``None`` for a library's."""
+    function, receiver = _object(call.func, frame), None
+    if isinstance(function, staticmethod):
+        function = function.__func__
+    elif isinstance(call.func, ast.Attribute) and not isinstance(_object(call.func.value, frame), type | ModuleType):
+        receiver = call.func.value
+    if not isinstance(function, FunctionType):
+        return None
+    path, of = Path(function.__code__.co_filename), Path(frame.f_code.co_filename)
+    if not path.is_relative_to(of.parent) or "site-packages" in path.parts:
+        return None
+    body: Any = None
+    with contextlib.suppress(OSError, SyntaxError):
+        body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if not isinstance(body, ast.FunctionDef):
+        return None
+    parameters = [one.arg for one in (*body.args.posonlyargs, *body.args.args)]
+    own = _own_names(body)
+    if receiver is not None:
+        own -= {*parameters[:1]}
+        body, parameters = _renamed(body, dict.fromkeys(parameters[:1], receiver)), parameters[1:]
+    on = "" if receiver is None else ast.unparse(receiver)
+    return _Called(Text([*at_each_batch(body)]), parameters, own, on, path == of)
+
+
+def _renamed(tree: Any, names: dict[str, ast.expr]) -> Any:
+    """A function's text in which other expressions stand in the place of some names."""
+
+    class Renames(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return names.get(node.id, node)
+
+    return Renames().visit(tree)
+
+
+def _object(node: ast.AST, frame: FrameType) -> Any:
+    """What a name, or an attribute of one, stands for in a frame; no property is asked."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute) and (owner := _object(node.value, frame)) is not None:
+        return inspect.getattr_static(owner, node.attr, None)
+    return None
+
+
+def _root(name: str) -> str:
+    """The first part of what is read: of ``self.steps[0]`` it is ``self``."""
+    return name.partition("[")[0].partition(".")[0]
+
+
+def line_of_calls(function: Any) -> int | None:
+    """The line in which a function of each micro-batch goes by what it keeps from one call to the next.
+
+    Its text is read: what it returns, or changes of the training, may depend on what it counts or sums up in an
+    attribute or a name outside of it. What other functions keep for it is not seen.
+
+    Args:
+        function: That computes a loss, or makes a step.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    every: list[Any] = [*ast.walk(tree)]
+    own = _own_names(tree) - {"self"}
+    kept = {name for one in every if adds(one) for name in targets(one) if name.partition(".")[0] not in own}
+    text = Text(every, kept)
+    text.spread()
+    for one in every:
+        returns = isinstance(one, ast.Return) and one.value is not None and text.reads(one.value)
+        if returns or (isinstance(one, ast.If) and text.reads(one.test) and any(map(changes, ast.walk(one)))):
+            return first + int(one.lineno) - 1
+    return None
+
+
+def _own_names(tree: ast.AST) -> set[str]:
+    """Names that a function sets or is given, and that are not those of what is outside of it."""
+    every: list[Any] = [*ast.walk(tree)]
+    outside = {name for one in every if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    own = {one.id for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
+    return own | {one.arg for one in every if isinstance(one, ast.arg)}
