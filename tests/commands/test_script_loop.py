@@ -688,7 +688,29 @@ class Fit:
             print(self.sum / self.made, len(self.kept))
             self.kept = []
 
-fit, mean = Fit(), None
+class Waits:
+    def __init__(self):
+        self.lowest, self.waited, self.came = 1e9, 0, 0
+
+    def __call__(self, found):
+        self.waited = 0 if found < self.lowest else self.waited + 1
+        self.lowest = min(found, self.lowest)
+        return self.waited > 64
+
+    def batch(self):
+        self.came += 1
+        if self.came % 64 == 0: self.lower()
+
+    def lower(self):
+        decay()
+
+def lowers():
+    decay()
+
+def lowers_now_and_then(number, method):
+    if number % 64 == 63: method()
+
+fit, mean, waits = Fit(), None, Waits()
 for place, (rows,) in enumerate(loader):
     {before}
     with accelerator.accumulate(model):
@@ -705,7 +727,7 @@ ADDS, LEAVES = "total += 1", "when to leave its loop"
 @pytest.mark.parametrize(
     ("parts", "why"),
     slow_but(
-        {"function", "a flag", "method that is no matter"},
+        {"function of a function", "a flag", "method that is no matter"},
         {
             "function": ({"after": "if place % 64 == 63: decay()"}, OTHERWISE),
             "number that a function is given": ({"after": "if place % 64 == 63: rate_of(place)"}, OTHERWISE),
@@ -715,6 +737,10 @@ ADDS, LEAVES = "total += 1", "when to leave its loop"
             "method that is no matter": (
                 {"after": "fit.one(place, loss)\n    if fit.steps > 40: decay()\n    if fit.steps > 50: break"}, None,
             ),
+            "function of a function": ({"after": "if place % 64 == 63: lowers()"}, OTHERWISE),
+            "function that is given": ({"after": "lowers_now_and_then(place, waits.lower)"}, OTHERWISE),
+            "method of a method": ({"after": "waits.batch()"}, OTHERWISE),
+            "object that is called": ({"after": "if waits(loss.item()): break"}, LEAVES),
             "evaluation": ({"after": "if place % 64 == 63: print(evaluate())"}, None),
             "noise": ({"after": "if place % 64 == 63: noise()"}, OTHERWISE),
             "dictionary": ({"before": "state['count'] += 1", "then": "loss *= 1 + state['count']"}, OTHERWISE),
@@ -732,7 +758,7 @@ ADDS, LEAVES = "total += 1", "when to leave its loop"
     ),
 )  # fmt: skip
 def test_the_number_of_batches_is_followed_into_what_a_loop_computes_and_calls(described, parts, why):
-    """A function of the script's, one level deep; a flag, a list or a progress bar that tells it."""
+    """Functions of the script's, also those that these call; a flag, a list or a progress bar that tells it."""
     text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
     split = described(PREPARED + text)["script"]["own_split"]
     assert split is why or why in split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,7 @@ from autofit.training.scripts.plain_loop.by_number.statements import (
     targets,
     unconditional,
 )
-from autofit.training.scripts.plain_loop.by_number.text import Text, called
+from autofit.training.scripts.plain_loop.by_number.text import Scope, Text
 
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
 _TAKES = "it takes by the number of its batches what belongs to each, as by {} (line {} of {})"
@@ -74,8 +75,8 @@ def _count(text: Text, loop: Any, names: set[str], frame: FrameType) -> None:
     text.known = ({*text.counted()} - given | names) - anew
     taken = [one for one in text.every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
     text.absent = {id(part) for one in taken for part in ast.walk(one)}
-    calls = [(one, called(one, frame)) for one in text.every if isinstance(one, ast.Call)]
-    text.calls = {id(call): called for call, called in calls if called is not None}
+    path = Path(frame.f_code.co_filename)
+    text.follow(Scope(ChainMap(frame.f_locals, frame.f_globals), path, path.parent))
     text.spread()
 
 

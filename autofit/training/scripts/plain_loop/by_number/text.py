@@ -6,10 +6,11 @@ import ast
 import contextlib
 import inspect
 import textwrap
-from collections.abc import Container, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from autofit.training.scripts.plain_loop.by_number.statements import (
@@ -23,6 +24,8 @@ from autofit.training.scripts.plain_loop.by_number.statements import (
     targets,
 )
 
+_DEPTH = 4
+"""How many functions, each called by the one before, are followed."""
 _READ = (ast.Name, ast.Attribute, ast.Subscript)
 
 
@@ -73,7 +76,7 @@ class Text:
     def line(self) -> int | None:
         """The line in which it trains by that: what it steps or computes gradients of, and when."""
         for one in self.every:
-            if isinstance(one, ast.If) and self.reads(one.test) and any(map(self._changes, at_each_batch(one))):
+            if isinstance(one, ast.If) and self.reads(one.test) and any(map(self.changes, at_each_batch(one))):
                 return int(one.lineno)
             trains = isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in STEPS
             if any(map(self.reads, one.args if trains else put_into_groups(one))):
@@ -82,9 +85,32 @@ class Text:
                 return int(one.lineno)
         return None
 
-    def _changes(self, node: ast.AST) -> bool:
+    def changes(self, node: ast.AST) -> bool:
+        """Whether a statement, or a function that it calls, changes what is trained."""
         called = self.calls.get(id(node))
-        return changes(node) or (called is not None and any(map(changes, called.text.every)))
+        return changes(node) or (called is not None and any(map(called.text.changes, called.text.every)))
+
+    def follow(self, scope: Scope) -> None:
+        """Find the functions that it calls, and those that these call."""
+        calls = [(one, _called(one, scope)) for one in self.every if isinstance(one, ast.Call)]
+        self.calls = {id(call): called for call, called in calls if called is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where the names of a text stand for objects.
+
+    Attributes:
+        objects: By their names.
+        file: That the text is in.
+        folder: Of the script: what is outside of it is a library's.
+        within: The functions that lead there.
+    """
+
+    objects: Mapping[str, Any]
+    file: Path
+    folder: Path
+    within: tuple[FunctionType, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +131,11 @@ class _Called:
     on: str
     beside: bool
 
+    def given(self, call: ast.Call) -> list[tuple[str, ast.expr]]:
+        """What a call gives its parameters."""
+        named = ((one.arg, one.value) for one in call.keywords if one.arg is not None)
+        return [*zip(self.parameters, call.args, strict=False), *named]
+
     def told(self, call: ast.Call, by: Text) -> set[str]:
         """What the loop, too, then knows to depend on the number of its batches: what the function keeps or returns."""
 
@@ -112,8 +143,7 @@ class _Called:
             free = {name for name in names if _root(name) not in self.own}
             return {name for name in free if self.beside or _root(name) == _root(self.on)}
 
-        given = [*zip(self.parameters, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
-        known = {name for name, value in given if name is not None and by.reads(value)}
+        known = {name for name, value in self.given(call) if by.reads(value)}
         kept = {name for name in self.text.counted() if _root(name) not in self.own}
         self.text.known |= known | outer(by.known) | kept
         self.text.spread()
@@ -121,17 +151,13 @@ class _Called:
         return outer(self.text.known) | ({ast.unparse(call.func)} if returns else set())
 
 
-def called(call: ast.Call, frame: FrameType) -> _Called | None:
-    """The function that a call in a frame's loop is for, where it stands beside that; ``None`` for a library's."""
-    function, receiver = _object(call.func, frame), None
-    if isinstance(function, staticmethod):
-        function = function.__func__
-    elif isinstance(call.func, ast.Attribute) and not isinstance(_object(call.func.value, frame), type | ModuleType):
-        receiver = call.func.value
-    if not isinstance(function, FunctionType):
+def _called(call: ast.Call, scope: Scope) -> _Called | None:
+    """The function that a call in a text is for, where it stands beside that; ``None`` for a library's."""
+    function, receiver = _function(call, scope)
+    if function is None or function in scope.within or len(scope.within) == _DEPTH:
         return None
-    path, of = Path(function.__code__.co_filename), Path(frame.f_code.co_filename)
-    if not path.is_relative_to(of.parent) or "site-packages" in path.parts:
+    path = Path(function.__code__.co_filename)
+    if not path.is_relative_to(scope.folder) or "site-packages" in path.parts:
         return None
     body: Any = None
     with contextlib.suppress(OSError, SyntaxError):
@@ -140,11 +166,40 @@ def called(call: ast.Call, frame: FrameType) -> _Called | None:
         return None
     parameters = [one.arg for one in (*body.args.posonlyargs, *body.args.args)]
     own = _own_names(body)
+    objects: dict[str, Any] = {}
     if receiver is not None:
         own -= {*parameters[:1]}
+        objects = {(root := _root(ast.unparse(receiver))): scope.objects.get(root)}
         body, parameters = _renamed(body, dict.fromkeys(parameters[:1], receiver)), parameters[1:]
     on = "" if receiver is None else ast.unparse(receiver)
-    return _Called(Text([*at_each_batch(body)]), parameters, own, on, path == of)
+    found = _Called(Text([*at_each_batch(body)]), parameters, own, on, path == scope.file)
+    objects |= {name: one for name, value in found.given(call) if (one := _object(value, scope.objects)) is not None}
+    names = ChainMap(objects, _closed_over(function), function.__globals__)
+    found.text.follow(Scope(names, path, scope.folder, (*scope.within, function)))
+    return found
+
+
+def _function(call: ast.Call, scope: Scope) -> tuple[FunctionType | None, ast.expr | None]:
+    """What a call runs, an object's ``__call__`` among them, and what its first parameter stands for."""
+    function, receiver = _object(call.func, scope.objects), None
+    if isinstance(function, staticmethod):
+        function = function.__func__
+    elif isinstance(function, FunctionType):
+        of = _object(call.func.value, scope.objects) if isinstance(call.func, ast.Attribute) else None
+        if isinstance(call.func, ast.Attribute) and not isinstance(of, type | ModuleType):
+            receiver = call.func.value
+    elif not isinstance(function, type):
+        function, receiver = inspect.getattr_static(type(function), "__call__", None), call.func
+    return (function, receiver) if isinstance(function, FunctionType) else (None, None)
+
+
+def _closed_over(function: FunctionType) -> dict[str, Any]:
+    """What a function knows of the function that it is defined in."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _renamed(tree: Any, names: dict[str, ast.expr]) -> Any:
@@ -157,11 +212,11 @@ def _renamed(tree: Any, names: dict[str, ast.expr]) -> Any:
     return Renames().visit(tree)
 
 
-def _object(node: ast.AST, frame: FrameType) -> Any:
-    """What a name, or an attribute of one, stands for in a frame; no property is asked."""
+def _object(node: ast.AST, objects: Mapping[str, Any]) -> Any:
+    """What a name, or an attribute of one, stands for; no property is asked."""
     if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
-    if isinstance(node, ast.Attribute) and (owner := _object(node.value, frame)) is not None:
+        return objects.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := _object(node.value, objects)) is not None:
         return inspect.getattr_static(owner, node.attr, None)
     return None
 
