@@ -634,6 +634,10 @@ LOGGED = "told = {}; told['lr'] = optimizer.param_groups[0]['lr']"
             "rates at an end": ({"after": f"if place == len(loader) - 1:\n        {RATE} *= 0.5"}, OTHERWISE),
             "rates by a number": ({"before": f"rate = 1e-3 if place < 9 else 1e-4\n    {RATE} = rate"}, OTHERWISE),
             "rate of a step": ({"after": f"if accelerator.sync_gradients and place > 8:\n        {RATE} *= 0.5"}, None),
+            "an accelerator's number": (
+                {"after": "if accelerator.step % 64 == 0: optimizer.param_groups[0]['lr'] *= 0.5"}, OTHERWISE,
+            ),
+            "logs by that": ({"after": "if accelerator.step % 64 == 0: print(loss)"}, None),
             "clips": (
                 {"last": "if (place + 1) % 2 == 0: accelerator.clip_grad_norm_(model.parameters(), 1.0)"}, OTHERWISE,
             ),

@@ -52,6 +52,8 @@ class Text:
             if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
                 if one.func.attr == "append":
                     yield ast.unparse(one.func.value)
+                elif one.func.attr == "accumulate":  # an Accelerator's own number of its batches
+                    yield f"{ast.unparse(one.func.value)}.step"
                 elif one.func.attr == "update" and all(isinstance(given, ast.Constant) for given in one.args):
                     yield f"{ast.unparse(one.func.value)}.n"
 
