@@ -768,6 +768,53 @@ def test_the_number_of_batches_is_followed_into_what_a_loop_computes_and_calls(d
     assert split is why or why in split
 
 
+BY_LOSS = "goes by the loss of a micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    slow_but(
+        {"ends", "an error"},
+        {
+            "ends": ({"after": "if loss < -1: break"}, BY_LOSS),
+            "ends at a step": ({"after": "if accelerator.sync_gradients and loss.item() < -1: break"}, BY_LOSS),
+            "leaves out": ({"then": "if loss > 1e6: continue"}, BY_LOSS),
+            "lowest": ({"after": "mean = min(mean or 9, loss.item())\n    if mean < 0: break"}, BY_LOSS),
+            "rate": ({"after": "if loss.detach().item() < -1: decay()"}, BY_LOSS),
+            "function": ({"after": "if reached(loss): break"}, BY_LOSS),
+            "logs": ({"after": "if loss < 0.1: print(loss)"}, None),
+            "an error": ({"then": "if torch.isnan(loss) or loss != loss: raise ValueError(loss)"}, None),
+            "no loss": ({"then": "if loss is None or not loss.requires_grad: continue"}, None),
+            "other losses": ({"after": "found = evaluate()\n    if found < -1: break"}, None),
+        },
+    ),
+)  # fmt: skip
+def test_a_loop_that_goes_by_a_loss_keeps_its_split(described, parts, why):
+    """The loss of fewer rows is another number, and in the middle of a step what has come of it would be lost."""
+    text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
+    reached = "def reached(found):\n    return found.item() < -1\n"
+    split = described(PREPARED + reached + text)["script"]["own_split"]
+    assert split is why or why in split
+
+
+def test_a_loss_that_a_function_takes_the_gradients_of_is_followed(described):
+    loop = """
+def train(rows):
+    with accelerator.accumulate(model):
+        loss = model(rows).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+for (rows,) in loader:
+    if train(rows) < -1e6:
+        break
+"""
+    assert BY_LOSS in described(PREPARED + loop)["script"]["own_split"]
+
+
 def test_the_number_of_batches_is_followed_into_a_function_of_another_file(described, tmp_path):
     (tmp_path / "rates.py").write_text(
         "def decay(optimizer, number):\n    optimizer.param_groups[0]['lr'] = 1e-3 * 0.9 ** (number // 64)\n"

@@ -21,6 +21,7 @@ from autofit.training.scripts.plain_loop.by_number.statements import (
 from autofit.training.scripts.plain_loop.by_number.text import Scope, Text
 
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
+_BY_LOSS = "it goes by the loss of a micro-batch when to leave its loop, or how to train (line {} of {})"
 _TAKES = "it takes by the number of its batches what belongs to each, as by {} (line {} of {})"
 _TRAINS = "it trains otherwise by the number of its batches, or by what it sums up of each (line {} of {})"
 _LEAVE = (ast.Break, ast.Continue, ast.Return, ast.Raise)
@@ -63,7 +64,25 @@ def by_its_number(frame: FrameType, path: Path, *, counts: bool) -> str | None:
             return _TAKES.format(ast.unparse(part), part.lineno, path.name)
     if line := text.line():
         return _TRAINS.format(line, path.name)
-    return next((_COUNTED.format(one.lineno, path.name) for one in inner.body if isinstance(one, ast.Break)), None)
+    ends = next((_COUNTED.format(one.lineno, path.name) for one in inner.body if isinstance(one, ast.Break)), None)
+    return ends or _by_its_loss(text.every, [*_decisions(loops[0], loops)], frame)
+
+
+def _by_its_loss(every: list[Any], decisions: list[Any], frame: FrameType) -> str | None:
+    """What a frame's loop does by how large the loss of a batch is, in words; ``every`` part of it is given."""
+    text = Text(every, of_losses=True)
+    text.known = text.first(())
+    text.follow(_scope(frame))
+    text.spread()
+    trains = [one for one in every if isinstance(one, ast.If) and any(map(text.changes, at_each_batch(one)))]
+    line = next((one.lineno for one in (*decisions, *trains) if text.reads(one.test)), None)
+    return _BY_LOSS.format(line, Path(frame.f_code.co_filename).name) if line else None
+
+
+def _scope(frame: FrameType) -> Scope:
+    """Where the names of a frame's text stand for objects."""
+    path = Path(frame.f_code.co_filename)
+    return Scope(ChainMap(frame.f_locals, frame.f_globals), path, path.parent)
 
 
 def _count(text: Text, loop: Any, names: set[str], frame: FrameType) -> None:
@@ -75,8 +94,7 @@ def _count(text: Text, loop: Any, names: set[str], frame: FrameType) -> None:
     text.known = ({*text.counted()} - given | names) - anew
     taken = [one for one in text.every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
     text.absent = {id(part) for one in taken for part in ast.walk(one)}
-    path = Path(frame.f_code.co_filename)
-    text.follow(Scope(ChainMap(frame.f_locals, frame.f_globals), path, path.parent))
+    text.follow(_scope(frame))
     text.spread()
 
 

@@ -26,6 +26,8 @@ from autofit.training.scripts.plain_loop.by_number.statements import (
 
 _DEPTH = 4
 """How many functions, each called by the one before, are followed."""
+_NO_SIZE = {"isnan", "isfinite", "isinf", "requires_grad", "grad_fn", "ndim", "dim", "shape", "dtype", "device"}
+"""What tells of a loss something else than how large it is."""
 _READ = (ast.Name, ast.Attribute, ast.Subscript)
 
 
@@ -35,12 +37,14 @@ class Text:
 
     Attributes:
         every: All of its parts, but for what is done only where gradients are synchronized.
-        known: Names of what depends on the number of batches.
+        of_losses: Whether what depends on the loss of a batch is looked for, and not on the number of batches.
+        known: Names of what depends on that.
         absent: By its ``id`` what does not count.
         calls: Functions that it calls, by the ``id`` of the call.
     """
 
     every: list[Any]
+    of_losses: bool = False
     known: set[str] = field(default_factory=set)
     absent: Container[int] = ()
     calls: dict[int, _Called] = field(default_factory=dict)
@@ -57,10 +61,21 @@ class Text:
                 elif one.func.attr == "update" and all(isinstance(given, ast.Constant) for given in one.args):
                     yield f"{ast.unparse(one.func.value)}.n"
 
+    def first(self, own: Container[str]) -> set[str]:
+        """Names of what depends on it by themselves; what it adds to is none, where that is its own."""
+        if not self.of_losses:
+            return {name for name in self.counted() if _root(name) not in own}
+        calls = [(one.func, one.args) for one in self.every if isinstance(one, ast.Call)]
+        passes = [(by, given) for by, given in calls if isinstance(by, ast.Attribute) and by.attr == "backward"]
+        return {ast.unparse(given[0] if given else by.value) for by, given in passes}
+
     def reads(self, node: ast.AST) -> bool:
-        """Whether a part of it reads what depends on the number of batches."""
-        read = (one for one in ast.walk(node) if isinstance(one, _READ) and id(one) not in self.absent)
-        return any(ast.unparse(one) in self.known for one in read)
+        """Whether a part of it reads what depends on the number of batches, or on a loss."""
+        if id(node) in self.absent or (self.of_losses and _tells_no_size(node)):
+            return False
+        if isinstance(node, _READ) and ast.unparse(node) in self.known:
+            return True
+        return any(map(self.reads, ast.iter_child_nodes(node)))
 
     def spread(self) -> None:
         """Find what is computed of that which is known to depend on it."""
@@ -94,8 +109,9 @@ class Text:
 
     def follow(self, scope: Scope) -> None:
         """Find the functions that it calls, and those that these call."""
-        calls = [(one, _called(one, scope)) for one in self.every if isinstance(one, ast.Call)]
-        self.calls = {id(call): called for call, called in calls if called is not None}
+        calls = [one for one in self.every if isinstance(one, ast.Call)]
+        found = [(one, _called(one, scope, of_losses=self.of_losses)) for one in calls]
+        self.calls = {id(call): called for call, called in found if called is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +162,13 @@ class _Called:
             return {name for name in free if self.beside or _root(name) == _root(self.on)}
 
         known = {name for name, value in self.given(call) if by.reads(value)}
-        kept = {name for name in self.text.counted() if _root(name) not in self.own}
-        self.text.known |= known | outer(by.known) | kept
+        self.text.known |= known | outer(by.known) | self.text.first(self.own)
         self.text.spread()
         returns = any(isinstance(one, ast.Return) and self.text.reads(one) for one in self.text.every)
         return outer(self.text.known) | ({ast.unparse(call.func)} if returns else set())
 
 
-def _called(call: ast.Call, scope: Scope) -> _Called | None:
+def _called(call: ast.Call, scope: Scope, *, of_losses: bool) -> _Called | None:
     """The function that a call in a text is for, where it stands beside that; ``None`` for a library's."""
     function, receiver = _function(call, scope)
     if function is None or function in scope.within or len(scope.within) == _DEPTH:
@@ -174,7 +189,7 @@ def _called(call: ast.Call, scope: Scope) -> _Called | None:
         objects = {(root := _root(ast.unparse(receiver))): scope.objects.get(root)}
         body, parameters = _renamed(body, dict.fromkeys(parameters[:1], receiver)), parameters[1:]
     on = "" if receiver is None else ast.unparse(receiver)
-    found = _Called(Text([*at_each_batch(body)]), parameters, own, on, path == scope.file)
+    found = _Called(Text([*at_each_batch(body)], of_losses), parameters, own, on, path == scope.file)
     objects |= {name: one for name, value in found.given(call) if (one := _object(value, scope.objects)) is not None}
     names = ChainMap(objects, _closed_over(function), function.__globals__)
     found.text.follow(Scope(names, path, scope.folder, (*scope.within, function)))
@@ -223,6 +238,14 @@ def _object(node: ast.AST, objects: Mapping[str, Any]) -> Any:
     return None
 
 
+def _tells_no_size(node: ast.AST) -> bool:
+    """Whether a loss may stand there and it is no matter how large it is, as where it is asked if it is a number."""
+    if isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], ast.Is | ast.IsNot) or ast.unparse(node.left) == ast.unparse(node.comparators[0])
+    named = node.func if isinstance(node, ast.Call) else node
+    return isinstance(named, ast.Name | ast.Attribute) and ast.unparse(named).rpartition(".")[2] in _NO_SIZE
+
+
 def _root(name: str) -> str:
     """The first part of what is read: of ``self.steps[0]`` it is ``self``."""
     return name.partition("[")[0].partition(".")[0]
@@ -245,7 +268,7 @@ def line_of_calls(function: Any) -> int | None:
     every: list[Any] = [*ast.walk(tree)]
     own = _own_names(tree) - {"self"}
     kept = {name for one in every if adds(one) for name in targets(one) if name.partition(".")[0] not in own}
-    text = Text(every, kept)
+    text = Text(every, known=kept)
     text.spread()
     for one in every:
         returns = isinstance(one, ast.Return) and one.value is not None and text.reads(one.value)
