@@ -519,7 +519,7 @@ X = torch.arange(8).view(4, 2)
     ids=lambda batch: type(batch).__name__,
 )
 def test_rows_of_a_batch_of_any_class_are_of_that_class(batch):
-    taken = some_rows._rows_of(batch, 4, [1, 3])
+    taken = some_rows.rows_at(batch, 4, [1, 3])
     assert type(taken) is type(batch)
     for one, whole in ((taken, X[[1, 3]]), (batch, X)):
         assert torch.equal(one["x"] if isinstance(one, collections.abc.Mapping) else one.x, whole)
@@ -528,7 +528,7 @@ def test_rows_of_a_batch_of_any_class_are_of_that_class(batch):
 @pytest.mark.parametrize("batch", [0.5, torch.nn.Linear(2, 1), torch.float32, SimpleNamespace(x=X, share=0.5)])
 def test_what_is_no_row_of_a_batch_tells_nothing(batch):
     with pytest.raises(some_rows._NotRows):
-        some_rows._rows_of(batch, 4, [1, 3])
+        some_rows.rows_at(batch, 4, [1, 3])
 
 
 PART = (3.0, 1.0, 2.5)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from autofit.training.scripts.plain_loop import reasons, trainer_loss
 from autofit.training.scripts.plain_loop.losses import Judged
-from autofit.training.scripts.plain_loop.trainer_loss import loss_of_rows, told
+from autofit.training.scripts.plain_loop.trainer_loss import loss_of_rows, samples_otherwise, told
 
 
 class Net(torch.nn.Module):
@@ -81,6 +81,32 @@ def test_a_function_for_the_loss_is_asked_too(tmp_path):
         None, tmp_path, compute_loss_func=lambda outputs, labels, **_: mean(outputs["features"], labels).exp()
     )
     assert of_rows(trainer) == (Judged.TOGETHER, None)
+
+
+def halved(batches, items):
+    return batches[: max(1, len(batches) // 2)], items
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (None, None),
+        (lambda batches, items: (batches[::-1], items + 1), None),
+        (lambda batches, _: (batches, None), None),
+        (lambda batches, _: (batches, len(batches)), reasons.SAMPLES),
+        (halved, reasons.SAMPLES),
+        (lambda *_: 1 / 0, reasons.SAMPLES),
+    ],
+)
+def test_a_trainer_that_takes_its_batches_by_their_number_keeps_its_split(says, why, tmp_path):
+    class Takes(Trainer):
+        def get_batch_samples(self, *given):
+            return says(*super().get_batch_samples(*given))
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = (Trainer if says is None else Takes)(model=llama(1), args=arguments)
+    ids = torch.randint(32, (5, 8))
+    assert samples_otherwise(trainer, {"input_ids": ids, "labels": ids}) == why
 
 
 def test_a_model_of_packed_weights_is_not_asked(tmp_path):

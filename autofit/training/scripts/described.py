@@ -13,7 +13,7 @@ from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
 from autofit.training.scripts.plain_loop.loader import blends_rows, counts_calls
 from autofit.training.scripts.plain_loop.reasons import BLENDS
-from autofit.training.scripts.plain_loop.trainer_loss import ROWS, loss_of_rows, told
+from autofit.training.scripts.plain_loop.trainer_loss import ROWS, loss_of_rows, samples_otherwise, told
 from autofit.training.scripts.rows import of_one_batch, sample_of, why_ungrouped
 from autofit.training.scripts.traits import (
     inner_of,
@@ -74,6 +74,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     if not (generates or found["script"]["own_split"] or found["script"]["depends_on_rows"]):
         several = longest_batch(trained, rows, ROWS) if rows.longest else batch
         told(found["script"], *loss_of_rows(trainer, several))
+        found["script"]["own_split"] = found["script"]["own_split"] or samples_otherwise(trainer, several)
     found["script"]["autocast"] = {} if generates else autocast_of(trainer, batch, autocasts)
     return found
 

@@ -30,4 +30,8 @@ SUMS_OF_TRAINER = (
     "its loss is a sum over the rows of a micro-batch, and its Trainer divides it by the number of micro-batches "
     "alone: its gradients would grow with the micro-batch"
 )
+SAMPLES = (
+    "its get_batch_samples() says something else of the same rows in more micro-batches: how many they are, or what "
+    "their loss is divided by"
+)
 BLENDS = "its collator takes the rows of a micro-batch together: what it makes of a row depends on the others"

@@ -134,7 +134,7 @@ class SomeRows:
             states = random.getstate(), numpy_state(), torch.get_rng_state()
             for number, combined in enumerate(COMBINED):
                 places = [place for one in combined for place in chosen[one]]
-                some = _rows_of(batch, rows, places)
+                some = rows_at(batch, rows, places)
                 random.setstate(states[0])
                 set_numpy_state(states[1])
                 torch.set_rng_state(states[2])
@@ -229,7 +229,7 @@ def _pairs(rows: int) -> list[tuple[int, int]]:
     return [found[place % len(found)] for place in range(3)]
 
 
-def _rows_of(value: Any, rows: int, places: Sequence[int]) -> Any:
+def rows_at(value: Any, rows: int, places: Sequence[int]) -> Any:
     """Rows of a batch.
 
     Raises:
@@ -248,14 +248,14 @@ def _rows_of(value: Any, rows: int, places: Sequence[int]) -> Any:
         raise _NotRows
     if isinstance(value, MutableMapping):
         made: Any = copy.copy(value)
-        made.update({name: _rows_of(one, rows, places) for name, one in value.items()})
+        made.update({name: rows_at(one, rows, places) for name, one in value.items()})
         return made
     if not isinstance(value, list | tuple):
         return _object_of(value, rows, places)
     if len(value) == rows and not any(isinstance(one, torch.Tensor | np.ndarray) and len(one) == rows for one in value):
         found = [value[place] for place in places]
     else:
-        found = [_rows_of(one, rows, places) for one in value]
+        found = [rows_at(one, rows, places) for one in value]
     return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
 
 
@@ -267,7 +267,7 @@ def _object_of(value: Any, rows: int, places: Sequence[int]) -> Any:
         raise _NotRows
     made = copy.copy(value)
     for name, one in parts.items():
-        object.__setattr__(made, name, _rows_of(one, rows, places))  # it may be frozen
+        object.__setattr__(made, name, rows_at(one, rows, places))  # it may be frozen
     return made
 
 

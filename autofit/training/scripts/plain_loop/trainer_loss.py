@@ -12,7 +12,7 @@ from typing import Any
 from autofit.training.scripts.leave import generated_rows, refusing_to_generate
 from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, takes_rows_together
-from autofit.training.scripts.plain_loop.some_rows import SomeRows
+from autofit.training.scripts.plain_loop.some_rows import SomeRows, rows_at
 from autofit.training.scripts.rows import rows_in
 from autofit.training.tasks.loss_scale import FEW_LAYERS, cut, of_a_library
 
@@ -83,6 +83,26 @@ def told(script: dict[str, Any], judged: Judged | None, own_split: str | None) -
         script["undivided"] = False
     elif judged == Judged.TOGETHER:
         script["depends_on_rows"] = script["depends_on_rows"] or reasons.TOGETHER
+
+
+def samples_otherwise(trainer: Any, batch: Any) -> str | None:
+    """Whether a Trainer's own ``get_batch_samples`` goes by how a step's rows are split, in words.
+
+    Args:
+        trainer: About to train.
+        batch: Some of its rows, which are given to it at once, and in two halves.
+    """
+    import torch
+
+    if of_a_library(trainer.get_batch_samples):
+        return None
+    rows, found = rows_in(batch), []
+    with contextlib.suppress(Exception):
+        halves = [rows_at(batch, rows, places) for places in (range(rows // 2), range(rows // 2, rows))]
+        for given in ([batch], halves):
+            batches, items = trainer.get_batch_samples(iter(given), len(given), torch.device("cpu"))
+            found.append((sum(map(rows_in, batches)), items if items is None else float(items)))
+    return None if len(found) == 2 and found[0] == found[1] else reasons.SAMPLES
 
 
 @contextlib.contextmanager
