@@ -206,6 +206,7 @@ class Setup:
             InputError: One of ``others`` is what the plan says, or no argument of an ``Accelerator``.
         """
         from accelerate import Accelerator
+        from accelerate.utils import AutocastKwargs
 
         self.check()
         instead = "tune again with --fix to hold a value, or make an Accelerator of your own"
@@ -214,6 +215,9 @@ class Setup:
         if plugin is not None and (plugin.num_steps, plugin.sync_each_batch) != planned:
             said = f"gradient_accumulation_plugin={plugin}"
             raise InputError(f"{said}: set by autofit, so it can't be given again", hint=instead)
+        casts = [one for one in others.get("kwargs_handlers") or () if isinstance(one, AutocastKwargs)]
+        if self.recipe.mixed_precision != "no" and not all(one.enabled for one in casts):
+            raise InputError(f"kwargs_handlers={casts} switches off the precision that is set by autofit", hint=instead)
         self.recipe.emission.check_beside(others, Accelerator, instead)
         return self.recipe.accelerator(**others)
 

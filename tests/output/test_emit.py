@@ -15,7 +15,13 @@ import jsonschema
 import pytest
 import torch
 import yaml
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -433,6 +439,19 @@ def test_what_the_plan_says_of_an_accelerator_is_not_given_twice(tmp_path, name,
     written(folder, accumulation=4)
     with pytest.raises(InputError, match=rf"{name}.*: set by autofit"):
         autofit.load(folder, any_hardware=True).accelerator(**{name: given})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_plans_precision_is_not_switched_off_beside_it(tmp_path, precision):
+    folder = output_folder(tmp_path / "out")
+    written(folder, precision=precision)
+    setup = autofit.load(folder, any_hardware=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if precision == "bf16":
+        with pytest.raises(InputError, match="switches off the precision that is set by autofit"):
+            setup.accelerator(kwargs_handlers=[AutocastKwargs(enabled=False)])
+    setup.accelerator(kwargs_handlers=[AutocastKwargs(enabled=precision == "bf16", cache_enabled=False)])
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(
