@@ -784,7 +784,7 @@ BY_LOSS = "goes by the loss of a micro-batch"
             "function": ({"after": "if reached(loss): break"}, BY_LOSS),
             "logs": ({"after": "if loss < 0.1: print(loss)"}, None),
             "an error": ({"then": "if torch.isnan(loss) or loss != loss: raise ValueError(loss)"}, None),
-            "no loss": ({"then": "if loss is None or not loss.requires_grad: continue"}, None),
+            "no loss": ({"then": "if loss is None or isinstance(loss, int) or not loss.requires_grad: continue"}, None),
             "other losses": ({"after": "found = evaluate()\n    if found < -1: break"}, None),
         },
     ),

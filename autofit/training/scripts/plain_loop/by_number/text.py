@@ -26,7 +26,9 @@ from autofit.training.scripts.plain_loop.by_number.statements import (
 
 _DEPTH = 4
 """How many functions, each called by the one before, are followed."""
-_NO_SIZE = {"isnan", "isfinite", "isinf", "requires_grad", "grad_fn", "ndim", "dim", "shape", "dtype", "device"}
+_NO_SIZE = {
+    "isinstance", "isnan", "isfinite", "isinf", "requires_grad", "grad_fn", "ndim", "dim", "shape", "dtype", "device",
+}  # fmt: skip
 """What tells of a loss something else than how large it is."""
 _READ = (ast.Name, ast.Attribute, ast.Subscript)
 
