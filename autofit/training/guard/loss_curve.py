@@ -301,7 +301,9 @@ def written(listener: CurveListener, train: Callable[[], object]) -> Curve:
             raise
         failed = OUT_OF_MEMORY
     if failed is None and len(listener.losses) < listener.steps:
-        failed = "the scaled gradients overflowed in too many steps"
+        skipped = listener.done > len(listener.losses)
+        too_few = f"its training ended after {listener.done} optimizer steps, and {listener.steps} are compared"
+        failed = "the scaled gradients overflowed in too many steps" if skipped else too_few
     return Curve(
         losses=tuple(listener.losses),
         norms=tuple(listener.norms),

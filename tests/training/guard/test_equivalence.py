@@ -348,6 +348,27 @@ def test_losses_in_16_bits_are_added_up_without_rounding(facts):
     assert (float(listener._loss), listener.loss_error) == (4.03125, 2.0**-7)
 
 
+@pytest.mark.parametrize(
+    ("skipped", "why"), [(0, "its training ended after 2 optimizer steps, and 3 are compared"), (1, "overflowed")]
+)
+def test_a_training_that_ends_before_enough_was_seen_says_so(facts, skipped, why):
+    def train():
+        for _ in range(skipped):
+            listener.step_skipped()
+            step()
+        for _ in range(2):
+            step()
+
+    def step():
+        listener.backward_end(torch.tensor(1.0))
+        listener.step_end()
+
+    checks = SimpleNamespace(check=lambda: None, settle=lambda: None)
+    listener = loss_curve.listener_of(recipe_of(PLAIN, facts), 3, checks)
+    listener._model = torch.nn.Linear(1, 1)
+    assert why in loss_curve.written(listener, train).failed
+
+
 def test_what_an_engine_keeps_is_not_compared():
     unseen = replace(GOOD, gradients={}, updates={}, norms=(0.0, 0.0, 0.0))
     assert judge(FULL, cpu_facts(global_batch=4), unseen, PLAIN, GOOD, rounded=GOOD).verdict == "same"
