@@ -14,6 +14,7 @@ from autofit.contract.outcome import Measured, Outcome, Promise
 from autofit.output.document import MODEL_FOLDER, Document, check_config, read_document
 from autofit.output.emit import ARGUMENTS, YAML, edited_settings
 from autofit.output.plan_words import outcome_words
+from autofit.output.text import number
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError
 from autofit.training.launch_environment import check_environment
@@ -175,8 +176,8 @@ def judge(
             )
         if ratio < 1 - tolerance:
             broken.append(
-                f"{outcome.samples_per_second:.3g} samples/s are {1 - ratio:.0%} below the {said} "
-                f"{promise.samples_per_second:.3g} (tolerance {tolerance:.0%})"
+                f"{number(outcome.samples_per_second)} samples/s are {1 - ratio:.0%} below the {said} "
+                f"{number(promise.samples_per_second)} (tolerance {tolerance:.0%})"
             )
     else:
         broken.append(outcome_words(outcome))

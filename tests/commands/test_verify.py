@@ -201,6 +201,9 @@ def test_a_launch_is_held_to_the_ceiling_and_to_the_speed(promised):
     slow = replace(kept, samples_per_second=0.89 * promise.samples_per_second)
     (words,) = verify.judge(promise, slow, tolerance=0.1).broken
     assert "11% below the promised" in words
+    fast = replace(promise, samples_per_second=1083.2)
+    (words,) = verify.judge(fast, replace(kept, samples_per_second=1e-3), tolerance=0.1).broken
+    assert words == "0.001000 samples/s are 100% below the promised 1,083 (tolerance 10%)"
 
 
 def test_a_launch_below_an_estimate_broke_no_promise(promised):
