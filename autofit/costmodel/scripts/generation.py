@@ -2,7 +2,7 @@
 
 Traced are two passes without gradients: of the prompts, and of the last token of the longest completions, whose layers
 find the keys and values of all tokens before. A layer makes them anew with each token, and then lets the old ones go.
-Source: ``generate`` of transformers 5.23, and ``DynamicLayer.update`` in its ``cache_utils.py``.
+Source: ``generate`` of transformers 5.24, and ``DynamicLayer.update`` in its ``cache_utils.py``.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class _Filled(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer looks at, with the last token."""
-        kind = key_states.dtype  # a layer's first values take that of its keys, which rotary positions may have widened
-        made = [self._with_those_before(one, layer_idx, kind) for one in (key_states, value_states)]
-        self.held += made
-        return made[0], made[1]
+        layer: Any = self.layers[layer_idx]
+        layer.lazy_initialization(key_states, value_states)  # up to 5.23 values take the type of their keys
+        seen, last, kinds = self._seen(layer_idx), (key_states, value_states), (layer.keys.dtype, layer.values.dtype)
+        before = [self._before(one, seen, kind) for one, kind in zip(last, kinds, strict=True)]
+        keys, values = (torch.cat([before.pop(0), one], dim=-2) for one in last)  # values wait while keys are made
+        self.held += [keys, values]
+        return keys, values
 
-    def _with_those_before(self, last: torch.Tensor, layer: int, kind: torch.dtype) -> torch.Tensor:
+    @staticmethod
+    def _before(last: torch.Tensor, seen: int, kind: torch.dtype) -> torch.Tensor:
         *rows, count, width = last.shape
-        before = last.new_empty(*rows, self._seen(layer) - count, width, dtype=kind)
-        return torch.cat([before, last], dim=-2)
+        return last.new_empty(*rows, seen - count, width, dtype=kind)
 
     def _seen(self, layer: int) -> int:
         return min(self.length, getattr(self.layers[layer], "sliding_window", None) or self.length)
@@ -64,13 +67,15 @@ def trace_generation(trainer: Any, marks: Marks, prompts: Any) -> None:
     """
     model, config = inner_of(trainer.model), trainer.model.config
     trainer.model.gradient_checkpointing_disable()
-    last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    parameters = inspect.signature(model.forward).parameters
+    last_alone = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    past = "cache" if "cache" in parameters else "past_key_values"  # from 5.24 on, and before
     tokens, mask = prompts["prompt_ids"], prompts["prompt_mask"]
 
     def one_pass(tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> None:
         marks.accumulated += 1  # its segments have names of their own
         marks.mark("pre")
-        made = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **last_alone)
+        made = model(input_ids=tokens, attention_mask=mask, use_cache=True, **{past: cache}, **last_alone)
         scores = made.logits[:, -1].to(copy=True, dtype=torch.float32)
         if trainer.top_k or trainer.top_p < 1:
             scores, _ = scores.sort()
