@@ -18,7 +18,7 @@ from autofit.commands.estimates.cards import (
     check_any_fits,
     estimate_cards,
 )
-from autofit.commands.estimates.cards_table import cards_table
+from autofit.commands.estimates.cards_table import _mfu, cards_table
 from autofit.commands.estimates.world import World
 from autofit.commands.shell.terminal import data_console
 from autofit.machine import gpu_catalogue
@@ -135,6 +135,19 @@ def test_the_note_of_a_table_names_the_least_and_the_most_of_its_ranges():
     ]
     (said,) = [one for one in cards._notes(cuda_facts(), rows, {}, smaller=None, world=World()) if "speeds are" in one]
     assert "lie within 0.77 to 1.30 times them" in said
+
+
+def test_a_utilisation_above_one_hundred_percent_is_explained():
+    """Its range ended at 100 %, below it."""
+    row = OnCard(card="A100", memory_bytes=1, low=0.8, high=1.25, mfu=1.12)
+    assert _mfu(row) == "112% (90% to 112%)"
+    assert _mfu(dataclasses.replace(row, mfu=0.9)) == "90% (72% to 100%)"
+    said = [
+        [one for one in cards._notes(cuda_facts(), [each], {}, smaller=None, world=World()) if "MFU" in one]
+        for each in (row, dataclasses.replace(row, mfu=0.9), dataclasses.replace(row, mfu=None))
+    ]
+    words = "MFU counts attention's whole square, of which a causal kernel computes half: hence above 100 %"
+    assert said == [[words], [], []]
 
 
 @pytest.mark.slow

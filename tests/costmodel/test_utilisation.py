@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from autofit.contract.outcome import Crashed, Measured, Trial
+from autofit.costmodel.seconds.operator_time import TIMED_KINDS
 from autofit.costmodel.seconds.utilisation import Utilisation
 from autofit.machine import gpu_catalogue
 from autofit.search import decision, loop
@@ -17,6 +18,7 @@ H100 = gpu_catalogue.find("H100 SXM")
 T4 = gpu_catalogue.find("T4")
 CONFIG, SEQ_LEN, ROWS = CONFIGS["llama"], 256, 8
 BF16 = PLAIN.replaced(micro_batch=ROWS, accumulation=4, precision="bf16")
+FP32 = BF16.replaced(precision="fp32")
 FULL = BF16.replaced(checkpointing="full")
 NO_PLANS = Space(plans=(), domains={}, priors={})
 
@@ -65,6 +67,30 @@ def test_the_peak_is_that_of_the_plan_s_arithmetic(lab, precision, peak):
     """In fp32 no fused kernel takes this model's shared key heads, so that no scores are made again."""
     found = rated(lab, BF16.replaced(precision=precision), 1e-2)
     assert found.mfu == pytest.approx(model_flops(4 * ROWS) / (peak * 1e-2), rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A model each of whose heads has keys of its own, which fused attention takes in fp32, too."""
+    config = {**CONFIG, "num_key_value_heads": CONFIG["num_attention_heads"]}
+    return Lab(tmp_path_factory.mktemp("alone"), config, device="cuda", seq_len=SEQ_LEN, global_batch=4 * ROWS)
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("fp32", H100.fp32), ("bf16", H100.bf16)])
+def test_what_fused_attention_makes_again_counts_in_no_precision(alone, precision, peak):
+    hidden, shared = CONFIG["hidden_size"], CONFIG["num_key_value_heads"] / CONFIG["num_attention_heads"]
+    more = 6 * 4 * ROWS * SEQ_LEN * CONFIG["num_hidden_layers"] * hidden * hidden * (2 - 2 * shared)
+    found = rated(alone, BF16.replaced(precision=precision), 1e-1)
+    assert found.mfu == pytest.approx((model_flops(4 * ROWS) + more) / (peak * 1e-1), rel=1e-3)
+
+
+def test_causal_attention_in_fp32_may_be_faster_than_its_square_at_the_peak(alone):
+    """It computes half of the square, on tensor cores."""
+    every = alone.micro(FP32).operators(ROWS)
+    assert TIMED_KINDS.index("attention") in every.kind
+    products = 4 * (every.calls * every.flops)[every.kind == TIMED_KINDS.index("product")].sum() / H100.fp32
+    assert isinstance(rated(alone, FP32, 1.05 * products), Measured)
+    assert isinstance(rated(alone, FP32, 0.85 * products), Crashed)
 
 
 def test_less_that_is_trained_needs_less(lab):

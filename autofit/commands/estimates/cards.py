@@ -56,7 +56,8 @@ class OnCard:
         low, high: The factors on both that four trainings of five lie within; ``low`` is 0 where the plan steps on the
             host or several cards train together: that host's speed, or their link's, is not known.
         slow_host: How many times as long it takes beside a slow host, for which ``low`` allows.
-        mfu: Model FLOPs over the card's peak in the plan's precision.
+        mfu: Model FLOPs over the card's peak in the plan's precision; they count all of causal attention's square, of
+            which half is computed, so that it may pass 1.
         hours: For the tokens asked about.
         price: Of an hour of one card, where it was given.
         cost: Of those hours of all cards that train together.
@@ -346,6 +347,8 @@ def _notes(
         said.append(smaller)
     if any(row.verdict == "tight" for row in rows):
         said.append(f"tight: the card has not {MARGIN:.0%} more than the plan needs, so that it is not ranked")
+    if any(row.mfu > 1 for row in rows if row.mfu):
+        said.append("MFU counts attention's whole square, of which a causal kernel computes half: hence above 100 %")
     if spread := max((row.high for row in rows if row.high), default=None):
         on_host = not together and any(row.low == 0 for row in rows)
         slow = max(row.high * row.slow_host for row in rows if row.high) / spread  # down to the least low of them

@@ -68,7 +68,8 @@ def _mfu(row: OnCard) -> str:
         return ""
     if not row.low or row.high is None:
         return f"~{row.mfu:.0%}"
-    return f"{row.mfu:.0%} ({row.mfu * row.low:.0%} to {min(row.mfu * row.high, 1.0):.0%})"
+    most = max(row.mfu, 1.0)
+    return f"{row.mfu:.0%} ({row.mfu * row.low:.0%} to {min(row.mfu * row.high, most):.0%})"
 
 
 def _three(value: float | None) -> str:

@@ -4,11 +4,10 @@ The FLOPs are those that the plan's traces count, and the rates are a card's den
 
 - **Model FLOPs**: matrix products and attention of the forward and backward pass of what is trained, as if nothing were
   recomputed. They come from the trace of the same plan without checkpointing, less the product that the backward pass
-  of fused attention repeats. Attention counts over the whole square, also under a causal mask, as in PaLM (arXiv
-  2204.02311, appendix B) and torchtitan. fp32's fused attention is not told apart from other products, so that its
-  repeated one is counted.
-- **Executed FLOPs**: what the plan's own trace counts, recomputation included, at least: a causal kernel leaves out
-  half of the square.
+  of fused attention repeats. Attention counts over the whole square, also under a causal mask or a window, as in PaLM
+  (arXiv 2204.02311, appendix B) and torchtitan. So MFU passes 1 where long rows are attended to in fp32: a causal
+  kernel leaves out half of the square, and is nearly as fast as the peak.
+- **Executed FLOPs**: what the plan's own trace counts, recomputation included, without what a causal kernel leaves out.
 
 Nothing is said of a device that is not in the catalogue, of a precision without a known peak, and of a plan that can't
 be traced.
@@ -23,7 +22,8 @@ import numpy as np
 
 from autofit.contract.outcome import Crashed, Measured
 from autofit.costmodel.families import arithmetic_of, families_of, without_checkpointing
-from autofit.costmodel.seconds.roofline import KINDS, Numbers, Totals
+from autofit.costmodel.seconds.operator_time import ARITHMETICS, TIMED_KINDS, Operators, TimedKind
+from autofit.costmodel.seconds.roofline import KINDS, Numbers
 from autofit.registry import recipe_of
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 _PRODUCTS = KINDS.index("other")
 """The kinds before it are matrix products and attention: those that a card's peak rates are of."""
-_ATTENTION = KINDS.index("attention")
-_UNREPEATED = 6 / 7
+_REPEATED = 1 / 7
 """Of fused attention: two products forward and five backward, one of which makes the scores again."""
-_CAUSAL = 0.5
+_COMPUTED = 0.5
+"""Of the FLOPs that a trace's operators give fused attention, which count twice what is not causal."""
 HEADROOM = 1.1
 """A card may be faster than its datasheet's clock: a GeForce was seen at 106 % (:class:`~.gpu_catalogue.Card`)."""
 
@@ -73,8 +73,8 @@ class Utilisation:
         if card is None or own is None or unrepeated is None:
             return outcome
         built = recipe_of(plan, self.facts)
-        executed = _step_flops(own[0], plan, self.facts) + _flops(own[1].work())
-        least_seconds = _least_seconds(card, executed)
+        micro_step = built.accumulation * _least_seconds(card, _operators(own[0], built))
+        least_seconds = micro_step + _least_seconds(card, own[1].operators())
         if outcome.step_seconds * HEADROOM < least_seconds:
             return Crashed(
                 reason=f"its steps were timed at {outcome.step_seconds:.3g} s, where the peak rates of {card.name} "
@@ -91,9 +91,11 @@ def model_flops(traces: Traces, plan: Plan, facts: Facts) -> float | None:
     unrepeated = traces.parts(without_checkpointing(plan))
     if unrepeated is None:
         return None
-    flops = _step_flops(unrepeated[0], plan, facts)
-    flops[_ATTENTION] *= _UNREPEATED
-    return float(flops.sum())
+    micro, built = unrepeated[0], recipe_of(plan, facts)
+    totals = micro.work(np.array([float(built.loaded_rows)]))
+    every = float(totals.flops[:, :_PRODUCTS].sum())
+    attention = every - float(_flops(_operators(micro, built), "product").sum())
+    return built.accumulation * (every - _REPEATED * attention)
 
 
 def peak_flops(card: Card, plan: Plan, facts: Facts) -> float | None:
@@ -101,11 +103,9 @@ def peak_flops(card: Card, plan: Plan, facts: Facts) -> float | None:
     return card.peak(compute_precision(recipe_of(plan, facts)))
 
 
-def _step_flops(micro: MicroPart, plan: Plan, facts: Facts) -> Numbers:
-    """FLOPs of the micro-steps of an optimizer step, by kind."""
-    built = recipe_of(plan, facts)
-    rows = np.array([float(built.loaded_rows)])
-    return built.accumulation * _flops(micro.work(rows).computed_in(**arithmetic_of(built)))
+def _operators(micro: MicroPart, built: Recipe) -> Operators:
+    """Those of one of the plan's micro-steps."""
+    return micro.operators(float(built.loaded_rows)).computed_in(**arithmetic_of(built))
 
 
 def compute_precision(recipe: Recipe) -> Precision:
@@ -113,14 +113,24 @@ def compute_precision(recipe: Recipe) -> Precision:
     return recipe.sixteen_bits or ("tf32" if recipe.tf32 else "fp32")
 
 
-def _flops(totals: Totals) -> Numbers:
-    """Of each kind that has a peak rate, summed over what else there is."""
-    flops = np.atleast_2d(totals.flops)[:, :_PRODUCTS]
-    return np.asarray(flops.sum(axis=0))
+def _flops(operators: Operators, kind: TimedKind) -> Numbers:
+    """Of all calls of a kind, by arithmetic."""
+    mine = operators.at(np.flatnonzero(operators.kind == TIMED_KINDS.index(kind)))
+    return np.asarray(np.bincount(mine.arithmetic, mine.calls * mine.flops, len(ARITHMETICS)), dtype=np.float64)
 
 
-def _least_seconds(card: Card, flops: Numbers) -> float:
-    """Of so many FLOPs of each kind at the card's peaks; 0 of a kind whose peak is not known."""
-    halves = max(card.peak("bf16") or 0.0, card.peak("fp16") or 0.0)
-    peaks = [card.fp32, card.peak("tf32"), card.peak("bf16"), card.peak("fp16"), halves / _CAUSAL]
-    return sum(float(count) / peak for count, peak in zip(flops, peaks, strict=True) if peak)
+def _least_seconds(card: Card, operators: Operators) -> float:
+    """Of their FLOPs at the card's peaks; 0 of an arithmetic whose peak is not known.
+
+    PyTorch's attention in float32 makes each product of three in TF32 on tensor cores (``OpMultiplyAddFastF32`` in its
+    ``mem_eff_attention/gemm_kernel_utils.h``), so that the peak of float32 does not hold it.
+    """
+    peaks = {name: card.peak(name) for name in ARITHMETICS}
+    fused = {**peaks, "fp32": max(card.fp32, peaks["tf32"] or 0.0)}
+    both = ((_flops(operators, "product"), peaks), (_COMPUTED * _flops(operators, "attention"), fused))
+    return sum(
+        float(count) / peak
+        for counts, rates in both
+        for count, name in zip(counts, ARITHMETICS, strict=True)
+        if (peak := rates[name])
+    )
