@@ -12,6 +12,7 @@ from autofit.commands.estimates import estimate as estimates
 from autofit.commands.estimates.answer import amount
 from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
+    CardsEstimate,
     OnCard,
     asked_cards,
     asked_prices,
@@ -191,6 +192,13 @@ def test_hours_of_a_model_that_reads_no_text_are_of_its_samples(told):
     shown = _shown(dataclasses.replace(found, unit="images"))
     assert "hours for 1B images" in shown
     assert "tokens" not in shown.split("fastest:")[0].partition("hours for")[2]
+
+
+def test_tokens_of_a_model_that_reads_one_text_and_writes_another_are_those_of_both():
+    rest = {"parameters": 1, "seq_len": 128, "task": "", "rows": "", "global_batch": 8, "tokens": 1e9, "cards": ()}
+    found = CardsEstimate(model="t5", fastest=None, cheapest=None, notes=(), seconds=1.0, sample_tokens=2, **rest)
+    assert "hours for 1B tokens of both its texts" in _shown(found)
+    assert "texts" not in _shown(dataclasses.replace(found, sample_tokens=1))
 
 
 @pytest.mark.slow

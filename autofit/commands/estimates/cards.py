@@ -89,6 +89,8 @@ class CardsEstimate:
         cards_together: How many cards of a kind train together.
         tokens: That hours and cost are of; samples, where these are no text; rows of a script's own training.
         unit: What is counted, in words: ``tokens``, ``images`` or ``rows``.
+        sample_tokens: Rows of tokens that make a sample, all of which count: 2 where the model reads a text and writes
+            another; 0 where no tokens are counted.
         cards: In the order in which they were asked for.
         fastest, cheapest: Names of cards that a plan fits; ``None`` where nothing fits, or no price was given.
         notes: What was assumed.
@@ -103,6 +105,7 @@ class CardsEstimate:
     cards_together: int = 1
     tokens: float
     unit: str = "tokens"
+    sample_tokens: int = 1
     cards: tuple[OnCard, ...]
     fastest: str | None
     cheapest: str | None
@@ -220,6 +223,7 @@ def estimate_cards(
         cards_together=world.processes,
         tokens=wanted.amount,
         unit=wanted.unit,
+        sample_tokens=about.sample_tokens if wanted.unit == "tokens" else 0,
         cards=tuple(rows),
         fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
         cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,

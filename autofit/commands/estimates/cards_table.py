@@ -19,6 +19,7 @@ def cards_table(found: CardsEstimate) -> RenderableType:
         f"{found.model}: {count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
         f"{found.global_batch}; hours for {count(found.tokens)} {found.unit}"
     )
+    head += " of both its texts" * (found.sample_tokens > 1)
     table = Table(box=None, pad_edge=False)
     table.add_column("card", no_wrap=True)
     table.add_column("plan", overflow="fold", min_width=24)
