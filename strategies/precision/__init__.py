@@ -93,6 +93,14 @@ _REFUSED = {
     ("fsdp", "fp16_weights"): "float16 weights were not tried under FSDP",
 }
 """Why an engine can't go with a value."""
+_IN_ENGINE = {
+    "fsdp": " FSDP gathers all weights in 16 bits: embeddings, norms and the output layer compute in them too, and "
+    "gradients are averaged over the processes in them.",
+    "deepspeed": " DeepSpeed casts the whole model to 16 bits, embeddings, norms and the output layer too; its float32 "
+    "copy is the optimizer's.",
+}
+"""What an engine makes of autocast. Source: ``set_mixed_precision`` of Accelerate's FSDP plugin (1.15), whose policy is
+of one dtype for weights, results and reductions; ``_configure_distributed_model`` of DeepSpeed's engine."""
 
 
 class Precision(Technique):
@@ -293,7 +301,8 @@ class Precision(Technique):
             "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
             "weights and optimizer state stay float32.",
         }[str(value)]
-        return said and said + lost
+        engine = _IN_ENGINE.get(engine_of(plan.get("parallel", "none")), "") if value in {"bf16", "fp16"} else ""
+        return said and said + engine + lost
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """Tensor cores and AMX multiply 16-bit numbers several times faster; what is not a product gains less."""

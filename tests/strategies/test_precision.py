@@ -113,6 +113,20 @@ def test_frozen_16_bit_weights_beside_an_adapter_are_under_autocast():
         assert "updates smaller than the last place of a weight are lost" in said
 
 
+def test_what_an_engine_makes_of_autocast_is_told():
+    """Under DDP norms and reductions stay in float32, under engines that split the weights they don't."""
+
+    def said(precision, parallel):
+        return PRECISION.changes(precision, PLAIN.replaced(precision=precision, parallel=parallel), cuda_facts())
+
+    for precision in ("bf16", "fp16"):
+        assert said(precision, "none") == said(precision, "ddp")
+        assert "averaged over the processes in them" in said(precision, "fsdp:noreshard")
+        assert "DeepSpeed casts the whole model to 16 bits" in said(precision, "zero2")
+    assert said("fp32", "fsdp") is None
+    assert "FSDP" not in said("tf32", "fsdp")
+
+
 @pytest.mark.parametrize("loop", [False, True])
 def test_a_script_s_own_adapter_over_float32_weights_may_have_them_in_16_bits(loop):
     """TRL loads a model so that is told by its name; what else is trained keeps its float32."""
