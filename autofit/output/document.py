@@ -159,10 +159,12 @@ def read_document(folder: str | Path) -> Document:
     """The document of an output folder.
 
     Raises:
-        InputError: There is none, or it is not one of this format.
+        InputError: There is none, it is not one of this format, or ``folder`` names none.
     """
     if not isinstance(folder, str | os.PathLike):
         raise InputError(f"folder is a {type(folder).__name__}", hint="give the path of a folder")
+    if folder == "":  # a path without a name were the current folder
+        raise InputError("folder is empty", hint="give the folder of a tune; . is the current one")
     path = Path(folder) / DOCUMENT_FILE
     try:
         text = _text_of(path)

@@ -329,9 +329,11 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
         any_hardware: Let a training use another card than the answer's; never another number of processes.
 
     Raises:
-        InputError: The folder holds no valid ``autofit.json``.
+        InputError: The folder holds no valid ``autofit.json``, or ``any_hardware`` is neither True nor False.
         Refused: The script is launched by ``autofit run``, which puts a plan into it, or is being tuned.
     """
+    if not isinstance(any_hardware, bool):
+        raise InputError(f"any_hardware is a {type(any_hardware).__name__}", hint="give True or False")
     refuse_two_plans()
     setup = read_setup(folder, any_hardware=any_hardware)
     other = other_world(setup.document.facts, folder)

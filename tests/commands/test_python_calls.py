@@ -63,6 +63,15 @@ def test_errors_name_the_argument_and_not_the_option():
         ("tune", {"model": "train.py", "arguments": "--epochs 3"}, "arguments is a str"),
         ("tune", {"model": "demo", "arguments": 5}, "arguments is a int"),
         ("verify", {"folder": "out", "tolerance": "0.1"}, "tolerance is a str"),
+        ("tune", {"model": "demo", "resume": "no"}, "resume is a str"),
+        ("tune", {"model": "demo", "wait": None}, "wait is a NoneType"),
+        ("estimate", {"model": "demo", "gpu": "H100", "cache": "no"}, "cache is a str"),
+        ("load", {"folder": "out", "any_hardware": "no"}, "any_hardware is a str"),
+        ("tune", {"model": "demo", "output": ""}, "output is empty"),
+        ("estimate", {"model": "demo", "gpu": "H100", "output": ""}, "output is empty"),
+        ("load", {"folder": ""}, "folder is empty"),
+        ("verify", {"folder": ""}, "folder is empty"),
+        ("profile", {"folder": ""}, "folder is empty"),
     ],
 )
 def test_an_argument_of_another_type_is_told(call, given, words):

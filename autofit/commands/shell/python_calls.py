@@ -81,18 +81,25 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _plain(value: object) -> object:
-    """A number of NumPy's as Python's own; all else as it is."""
+    """A number or a truth value of NumPy's as Python's own; all else as it is."""
+    if type(value).__module__ == "numpy" and type(value).__name__ in {"bool", "bool_"}:
+        return bool(value)
     if type(value) in {int, float, bool} or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _check_type(name: str, value: object, default: object) -> None:
-    """Refuse what an argument can't be.
+    """Refuse what an argument can't be: another type, or a folder without a name, as of an unset variable.
 
     Raises:
-        InputError: It is of another type.
+        InputError: It is such a value.
     """
+    if isinstance(default, bool) and not (isinstance(value, int) and value in {0, 1}):  # 'no' would count as yes
+        raise InputError(f"{name} is a {type(value).__name__}", hint="give True or False")
+    if name in {"folder", "output"} and value == "":
+        hint = "name a folder, or leave it out" if name == "output" else "give the folder of a tune"
+        raise InputError(f"{name} is empty", hint=hint)
     kinds, wanted = _TAKEN.get(name, ((object,), "a number or a text: True and False are for what is done or not"))
     if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
         raise InputError(f"{name} is a {type(value).__name__}", hint=f"give {wanted}")
