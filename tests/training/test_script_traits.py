@@ -310,6 +310,40 @@ class WarmsUp(Trainer):
         return model(**inputs).loss * weight
 
 
+class Ramp:
+    """A weight that grows with each call."""
+
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return min(1.0, self.calls / 100)
+
+
+class WarmsUpElsewhere(Trainer):
+    ramp = Ramp()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss * self.weight()
+
+    def weight(self):
+        return 2.0 * self.ramp()
+
+
+class LogsElsewhere(Trainer):
+    seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        self.tell(loss)
+        return loss
+
+    def tell(self, loss):
+        self.seen += 1
+        if self.seen % 10 == 0:
+            self.log({"loss": loss.item()})
+
+
 class Freezes(Trainer):
     seen = 0
 
@@ -362,6 +396,11 @@ class Warms(Trainer):
         ),
         (Logs, Reads(), None),
         (Trainer, Substep(), "its Substep acts after each micro-batch (on_substep_end)"),
+        (LogsElsewhere, Reads(), None),
+        (
+            WarmsUpElsewhere, Reads(),
+            "its WarmsUpElsewhere.compute_loss() goes by what it keeps of the micro-batches before",
+        ),
         (WarmsUp, Reads(), "its WarmsUp.compute_loss() goes by what it keeps of the micro-batches before"),
         (Freezes, Reads(), "its Freezes.training_step() goes by what it keeps of the micro-batches before"),
         (Trainer, Grows(), "its Grows sets gradient_accumulation_steps while it trains"),

@@ -142,7 +142,7 @@ def counts_calls(loader: Any) -> str | None:
     if not inspect.isroutine(collate):
         calls = [getattr(type(collate), name, None) for name in ("__call__", "torch_call")]
     for one in calls:
-        if one is not None and not of_a_library(one) and (line := line_of_calls(one)):
+        if one is not None and not of_a_library(one) and (line := line_of_calls(one, collate)):
             return f"its collator ({one.__qualname__}) goes by what it keeps of the micro-batches before (line {line})"
     return None
 

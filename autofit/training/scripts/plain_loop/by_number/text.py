@@ -253,14 +253,15 @@ def _root(name: str) -> str:
     return name.partition("[")[0].partition(".")[0]
 
 
-def line_of_calls(function: Any) -> int | None:
+def line_of_calls(function: Any, owner: Any = None) -> int | None:
     """The line in which a function of each micro-batch goes by what it keeps from one call to the next.
 
-    Its text is read: what it returns, or changes of the training, may depend on what it counts or sums up in an
-    attribute or a name outside of it. What other functions keep for it is not seen.
+    Its text is read, and that of the script's functions that it calls: what it returns, or changes of the training, may
+    depend on what they count or sum up in an attribute or a name outside of them.
 
     Args:
         function: That computes a loss, or makes a step.
+        owner: Whose method it is, if it is one.
     """
     try:
         lines, first = inspect.getsourcelines(function)
@@ -271,10 +272,15 @@ def line_of_calls(function: Any) -> int | None:
     own = _own_names(tree) - {"self"}
     kept = {name for one in every if adds(one) for name in targets(one) if name.partition(".")[0] not in own}
     text = Text(every, known=kept)
+    code = inspect.unwrap(getattr(function, "__func__", function))
+    if isinstance(code, FunctionType):
+        path = Path(code.__code__.co_filename)
+        objects = {} if owner is None else {"self": owner}
+        text.follow(Scope(ChainMap(objects, _closed_over(code), code.__globals__), path, path.parent, (code,)))
     text.spread()
     for one in every:
         returns = isinstance(one, ast.Return) and one.value is not None and text.reads(one.value)
-        if returns or (isinstance(one, ast.If) and text.reads(one.test) and any(map(changes, ast.walk(one)))):
+        if returns or (isinstance(one, ast.If) and text.reads(one.test) and any(map(text.changes, ast.walk(one)))):
             return first + int(one.lineno) - 1
     return None
 
