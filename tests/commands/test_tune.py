@@ -483,7 +483,7 @@ def test_bad_input_leaves_the_folder_usable(tune, out, bad):
         ({"timeout": float("nan")}, "timeout=nan is out of range"),
         ({"trials": "many"}, "trials='many': input should be a valid integer"),
         ({"trials": 2.5}, "trials=2.5"),
-        ({"guard": "maybe"}, "guard='maybe'"),
+        ({"guard": "maybe"}, "guard is a str"),
         ({"timeout": [1]}, r"timeout \[1\]"),
         ({"allow": 3}, "'3' is not a class"),
         ({"fix": 3}, "fix=3"),
