@@ -85,8 +85,8 @@ def profile(
     if not (isinstance(steps, int) and 1 <= steps <= MOST_STEPS):
         raise InputError(f"--steps {steps} is out of range", hint=f"give a whole number from 1 to {MOST_STEPS}")
     check_environment()
-    folder = Path(folder)
     document = read_document(folder)
+    folder = Path(folder)
     config = folder / MODEL_FOLDER
     if document.workload.script is None and not (config / "config.json").is_file():
         raise InputError(

@@ -98,8 +98,8 @@ def verify(
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise InputError(f"--tolerance {tolerance} is out of range", hint="give a share from 0 to 1")
     check_environment()
-    folder = Path(folder)
     document = _launchable(folder, on)
+    folder = Path(folder)
     device = document.hardware.device
     if tolerance is None:  # an estimate's speed is no nearer than what four trainings of five lie within
         tolerance = TOLERANCE[device] if document.estimated is None else 1 - document.estimated.low
@@ -193,9 +193,10 @@ def judge(
     )
 
 
-def _launchable(folder: Path, on: str | None) -> Document:
+def _launchable(folder: str | Path, on: str | None) -> Document:
     """The answer in a folder that holds all that a launch reads, here or on a cluster."""
     document = read_document(folder)
+    folder = Path(folder)
     for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
         if not (folder / name).is_file():
             raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")

@@ -763,9 +763,14 @@ ADDS, LEAVES = "total += 1", "when to leave its loop"
 )  # fmt: skip
 def test_the_number_of_batches_is_followed_into_what_a_loop_computes_and_calls(described, parts, why):
     """Functions of the script's, also those that these call; a flag, a list or a progress bar that tells it."""
-    text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
-    split = described(PREPARED + text)["script"]["own_split"]
+    split = split_of(described, parts)
     assert split is why or why in split
+
+
+def split_of(described, parts, functions=""):
+    """Why a loop with these parts keeps its split."""
+    text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
+    return described(PREPARED + functions + text)["script"]["own_split"]
 
 
 BY_LOSS = "goes by the loss of a micro-batch"
@@ -791,9 +796,7 @@ BY_LOSS = "goes by the loss of a micro-batch"
 )  # fmt: skip
 def test_a_loop_that_goes_by_a_loss_keeps_its_split(described, parts, why):
     """The loss of fewer rows is another number, and in the middle of a step what has come of it would be lost."""
-    text = FOLLOWED.format(**{"before": "pass", "then": "pass", "after": "pass", **parts})
-    reached = "def reached(found):\n    return found.item() < -1\n"
-    split = described(PREPARED + reached + text)["script"]["own_split"]
+    split = split_of(described, parts, "def reached(found):\n    return found.item() < -1\n")
     assert split is why or why in split
 
 

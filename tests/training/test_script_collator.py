@@ -212,6 +212,21 @@ class Logs(Counts):
         return stacked(rows)
 
 
+class CountsElsewhere(Counts):
+    def longer(self):
+        self.calls += 1
+        return 2 + self.calls // 8
+
+    def rows(self, rows):
+        keep = self.longer()
+        return {name: one[..., :keep] for name, one in stacked(rows).items()}
+
+
+def test_a_method_that_goes_by_its_calls_is_told():
+    told = "its collator (CountsElsewhere.rows) goes by what it keeps of the micro-batches before (line "
+    assert counts_calls(DataLoader(images(), collate_fn=CountsElsewhere().rows)).startswith(told)
+
+
 def test_one_that_goes_by_its_calls_is_told():
     told = "its collator (Counts.__call__) goes by what it keeps of the micro-batches before (line "
     for collate in (Counts(), RemoveColumnsCollator(Counts(), [])):

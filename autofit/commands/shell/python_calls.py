@@ -90,16 +90,15 @@ def _plain(value: object) -> object:
 
 
 def _check_type(name: str, value: object, default: object) -> None:
-    """Refuse what an argument can't be: another type, or a folder without a name, as of an unset variable.
+    """Refuse what an argument can't be: another type, or an output without a name, as of an unset variable.
 
     Raises:
         InputError: It is such a value.
     """
     if isinstance(default, bool) and not (isinstance(value, int) and value in {0, 1}):  # 'no' would count as yes
         raise InputError(f"{name} is a {type(value).__name__}", hint="give True or False")
-    if name in {"folder", "output"} and value == "":
-        hint = "name a folder, or leave it out" if name == "output" else "give the folder of a tune"
-        raise InputError(f"{name} is empty", hint=hint)
+    if name == "output" and value == "":
+        raise InputError("output is empty", hint="name a folder, or leave it out")
     kinds, wanted = _TAKEN.get(name, ((object,), "a number or a text: True and False are for what is done or not"))
     if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
         raise InputError(f"{name} is a {type(value).__name__}", hint=f"give {wanted}")

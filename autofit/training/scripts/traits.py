@@ -259,7 +259,7 @@ def _by_its_own_code(trainer: Any) -> str | None:
     losses = [trainer.compute_loss_func]
     steps = [vars(kind).get(name) for kind in type(trainer).__mro__ for name in ("compute_loss", "training_step")]
     for step in (one for one in (*losses, *steps) if one is not None and not of_a_library(one)):
-        if line := line_of_calls(step, None if step is trainer.compute_loss_func else trainer):
+        if line := line_of_calls(step, trainer):
             return f"its {step.__qualname__}() goes by what it keeps of the micro-batches before (line {line})"
     return _plans_by_rows(type(trainer))
 

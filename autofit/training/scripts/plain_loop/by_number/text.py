@@ -261,7 +261,7 @@ def line_of_calls(function: Any, owner: Any = None) -> int | None:
 
     Args:
         function: That computes a loss, or makes a step.
-        owner: Whose method it is, if it is one.
+        owner: Whose method it is, where it is one that is not bound.
     """
     try:
         lines, first = inspect.getsourcelines(function)
@@ -275,8 +275,8 @@ def line_of_calls(function: Any, owner: Any = None) -> int | None:
     code = inspect.unwrap(getattr(function, "__func__", function))
     if isinstance(code, FunctionType):
         path = Path(code.__code__.co_filename)
-        objects = {} if owner is None else {"self": owner}
-        text.follow(Scope(ChainMap(objects, _closed_over(code), code.__globals__), path, path.parent, (code,)))
+        objects = {**_closed_over(code), "self": getattr(function, "__self__", owner)}
+        text.follow(Scope(ChainMap(objects, code.__globals__), path, path.parent, (code,)))
     text.spread()
     for one in every:
         returns = isinstance(one, ast.Return) and one.value is not None and text.reads(one.value)
